@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Sets up .venv on the first start, then serves. All arguments go to the server: ./run_server.sh --help
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/ensure_venv.sh" server,replay
+exec "$PYTHON" -m policy_server "$@"
