@@ -1,0 +1,285 @@
+"""One call of the policy (spec section 4): restart or continue the window, prefill, denoise."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from engine.config import ModelConfig
+from engine.dit import CrossContext, Register, TimeEmbedding
+from engine.model import Model
+from engine.rope import Rope, Rotation
+from engine.session import Session
+from engine.solver import FlowSolver, flow_sigmas, flow_timesteps
+from engine.step_cache import StepCacheSettings
+from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, tokenize
+from engine.vae import encode_video
+from engine.vision import encode_image
+from kv_cache.attention import AttentionPlan
+from kv_cache.cache import KVCache
+
+POSITIVE, NEGATIVE = 0, 1
+"""The two guidance branches: the robot's prompt and the negative prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """How a call denoises; the defaults are the release's."""
+
+    steps: int = 16
+    guidance_scale: float = 5.0
+    sigma_shift: float = 5.0
+    seed: int = 1140
+    step_cache: StepCacheSettings = field(default_factory=StepCacheSettings)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What denoising starts from: video (1, C, nf, H, W) and action (1, 24, 32), float32."""
+
+    video: Tensor
+    action: Tensor
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The outcome of a call.
+
+    video_latents: (C, F, H, W) float32, the image latent in front at a restart. action_latents: (24, 32) float32.
+    dit_forwards: forwards of the DiT, both branches counted. seconds: time by phase.
+    """
+
+    video_latents: Tensor
+    action_latents: Tensor
+    dit_forwards: int
+    seconds: dict[str, float]
+
+
+class Rollout:
+    """Runs calls of one model over one KV cache, on `device` in `dtype`. One thread owns it."""
+
+    def __init__(self, model: Model, cache: KVCache, tokenizer: Tokenizer, settings: RolloutSettings) -> None:
+        config = model.config
+        self._model = model
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self.device = model.dit.patch_embedding.weight.device
+        self.dtype = model.dit.patch_embedding.weight.dtype
+        self._rope = Rope(
+            config.dit.head_dim, config.latent_height // 2, config.latent_width // 2,
+            config.dit.num_frame_per_block, config.dit.num_action_per_block, config.dit.num_state_per_block,
+        )  # fmt: skip
+        final_noise = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
+        self._video_sigmas = flow_sigmas(settings.steps, settings.sigma_shift, final_noise)
+        self._action_sigmas = flow_sigmas(settings.steps, settings.sigma_shift)
+        with torch.inference_mode():
+            # Timesteps are the same at every call, and so is all that depends on them alone.
+            self._clean_time = model.dit.embed_time(torch.zeros(1, device=self.device))
+            self._timesteps = torch.stack(
+                [flow_timesteps(self._video_sigmas), flow_timesteps(self._action_sigmas)], dim=1
+            ).to(self.device)
+            self._times = [model.dit.embed_time(pair) for pair in self._timesteps]
+            self._negative_tokens, negative_mask = self.tokenize(NEGATIVE_PROMPT)
+            cache.keep_text(
+                _prompt_key(self._negative_tokens),
+                lambda: self._text_kv(self._negative_tokens, negative_mask),
+            )
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of the model."""
+        return self._model.config
+
+    def tokenize(self, text: str) -> tuple[Tensor, Tensor]:
+        """Token ids and mask, each (text_len,) int64."""
+        return tokenize(self._tokenizer, text, self.config.dit.text_len)
+
+    def noise(self) -> Noise:
+        """The noise of a call: the same each time, from two generators with one seed, drawn in bfloat16."""
+        config = self.config
+        shapes = {
+            "video": (1, config.dit.out_dim, config.dit.num_frame_per_block, config.latent_height, config.latent_width),
+            "action": (1, config.action_horizon, config.max_action_dim),
+        }
+        drawn = {}
+        for name, shape in shapes.items():
+            generator = torch.Generator(self.device).manual_seed(self._settings.seed)
+            drawn[name] = torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16).float()
+        return Noise(**drawn)
+
+    @torch.inference_mode()
+    def call(
+        self, session: Session, frames: Tensor, tokens: Tensor, mask: Tensor, state: Tensor, noise: Noise | None = None
+    ) -> Prediction:
+        """Take the session one chunk further.
+
+        frames: stitched (T, h, w, 3) uint8. tokens, mask: the prompt's, (text_len,). state: (max_state_dim,) float32,
+        normalised. noise: instead of the seeded noise.
+        Where anything raises, the K/V are as before the call and the session's next call restarts its window.
+        """
+        clock = _PhaseClock(self.device)
+        forwards = 0
+        seen = session.see(frames)
+        prompt = _prompt_key(tokens)
+        if prompt != session.prompt or session.kv.resident_frames == 0:
+            session.start_frame = 0
+        if self._cache.policy.restarts(session.start_frame):
+            session.start_frame = 0
+        session.prompt = prompt
+        restart = session.start_frame == 0
+        try:
+            with self._cache.call(session.kv):
+                with clock.phase("encode"):
+                    if restart:
+                        self._cache.restart(session.kv)
+                        latents = self._start_window(session, seen[-1])
+                    else:
+                        latents = self._encode_observation(seen)
+                    self._publish_text(session, tokens, mask)
+                with clock.phase("prefill"):
+                    forwards += self._prefill(session, latents)
+                with clock.phase("denoise"):
+                    video, action, steps_run = self._denoise(session, state, noise or self.noise())
+                forwards += 2 * steps_run
+                if restart:
+                    video = torch.cat([latents, video], dim=2)
+        except BaseException:
+            session.start_frame = 0
+            raise
+        session.start_frame += self.config.dit.num_frame_per_block
+        return Prediction(video[0], action[0], forwards, clock.seconds)
+
+    def _start_window(self, session: Session, image: Tensor) -> Tensor:
+        """Image conditioning and image K/V of a new window; returns the image latent (1, C, 1, H, W)."""
+        video = self._to_video([image])
+        features = encode_image(self._model.image_encoder, video[:, :, 0])
+        self._cache.publish_image(session.kv, lambda: self._model.dit.image_kv(features.to(self.dtype)))
+        grey = video.new_zeros(1, 3, self.config.num_frames - 1, *video.shape[3:])
+        latents = encode_video(self._model.vae, torch.cat([video, grey], dim=2)).float()
+        mask = latents.new_zeros(1, 4, *latents.shape[2:])
+        mask[:, :, 0] = 1
+        session.ys = torch.cat([mask, latents], dim=1).to(self.dtype)
+        return latents[:, :, :1]
+
+    def _encode_observation(self, frames: list[Tensor]) -> Tensor:
+        """The observation's latents (1, C, nf, H, W) of four frames."""
+        block = self.config.dit.num_frame_per_block
+        video = self._to_video(frames).repeat_interleave(block // (len(frames) // 4), dim=2)
+        latents = encode_video(self._model.vae, torch.cat([video[:, :, :1], video], dim=2))
+        return latents[:, :, -block:].float()
+
+    def _to_video(self, frames: list[Tensor]) -> Tensor:
+        """Frames (h, w, 3) uint8 to model range, (1, 3, T, video_height, video_width) float32 on the device."""
+        video = (torch.stack(frames).to(self.device).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+        size = (self.config.video_height, self.config.video_width)
+        if video.shape[2:] != size:
+            video = interpolate(video, size, mode="bilinear", align_corners=False)
+        return video.transpose(0, 1)[None]
+
+    def _publish_text(self, session: Session, tokens: Tensor, mask: Tensor) -> None:
+        self._cache.publish_text(session.kv, POSITIVE, session.prompt, lambda: self._text_kv(tokens, mask))
+        negative = _prompt_key(self._negative_tokens)
+        self._cache.publish_text(session.kv, NEGATIVE, negative, _never_computed)
+
+    def _text_kv(self, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        return self._model.dit.text_kv(encode_text(self._model.text_encoder, tokens, mask))
+
+    def _prefill(self, session: Session, latents: Tensor) -> int:
+        """Make the K/V of clean latents (1, C, F, H, W) resident in both branches; returns the forwards run."""
+        frames = latents.shape[2]
+        start = max(0, session.start_frame - frames)
+        tokens = self._model.dit.embed_tokens(latents.to(self.dtype), self._conditioning(session, start, frames))
+        rotation = self._rope.rotation(start, frames, False, self.device)
+        with self._leases(session, frames, commit=True) as plans:
+            for branch, plan in enumerate(plans):
+                self._forward(session, branch, tokens, self._clean_time, rotation, plan)
+        if session.start_frame == 0:
+            session.start_frame = frames
+        return len(plans)
+
+    def _denoise(self, session: Session, state: Tensor, noise: Noise) -> tuple[Tensor, Tensor, int]:
+        """Video latents (1, C, nf, H, W), action latents (1, 24, 32), and the number of steps that ran the DiT."""
+        dit, block = self._model.dit, self.config.dit.num_frame_per_block
+        y = self._conditioning(session, session.start_frame, block)
+        rotation = self._rope.rotation(session.start_frame, block, True, self.device)
+        state = state.to(self.device, self.dtype).view(1, 1, -1)
+        video, action = noise.video.to(self.device), noise.action.to(self.device)
+        video_solver, action_solver = FlowSolver(self._video_sigmas), FlowSolver(self._action_sigmas)
+        steps = self._settings.step_cache.start()
+        steps_run = 0
+        with self._leases(session, block, self.config.dit.register_tokens) as plans:
+            for step, time_embedding in enumerate(self._times):
+                if steps.runs(step):
+                    register = Register(action.to(self.dtype), self._timesteps[step, 1:], state)
+                    tokens = dit.embed_tokens(video.to(self.dtype), y, register)
+                    hidden = [
+                        self._forward(session, branch, tokens, time_embedding, rotation, plan)
+                        for branch, plan in enumerate(plans)
+                    ]
+                    positive, negative = (dit.video_velocity(h, time_embedding, video).float() for h in hidden)
+                    velocity = negative + self._settings.guidance_scale * (positive - negative)
+                    action_velocity = dit.action_velocity(hidden[POSITIVE]).float()
+                    steps.computed(velocity)
+                    steps_run += 1
+                video = video_solver.step(velocity, video)
+                action = action_solver.step(action_velocity, action)
+        return video, action, steps_run
+
+    @contextmanager
+    def _leases(
+        self, session: Session, frames: int, registers: int = 0, commit: bool = False
+    ) -> Iterator[list[AttentionPlan]]:
+        """A lease for each guidance branch."""
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(self._cache.lease(session.kv, branch, frames, registers, commit))
+                for branch in (POSITIVE, NEGATIVE)
+            ]
+
+    def _forward(
+        self,
+        session: Session,
+        branch: int,
+        tokens: Tensor,
+        time_embedding: TimeEmbedding,
+        rotation: Rotation,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        cross = CrossContext(session.kv.text(branch), session.kv.image)
+        return self._model.dit(tokens, time_embedding, rotation, cross, self._cache.paged, plan)
+
+    def _conditioning(self, session: Session, start: int, frames: int) -> Tensor:
+        """ys at latent frames start ..., its last ones where that runs past the end."""
+        if session.ys is None:
+            raise RuntimeError("a window is continued that was never started")
+        start = min(start, session.ys.shape[2] - frames)
+        return session.ys[:, :, start : start + frames]
+
+
+class _PhaseClock:
+    """Seconds by phase; waits for the device at a phase's end, so that each has what it cost."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = time.perf_counter() - start
+
+
+def _prompt_key(tokens: Tensor) -> bytes:
+    return tokens.to(torch.int32).numpy().tobytes()
+
+
+def _never_computed() -> tuple[tuple[Tensor, Tensor], ...]:
+    raise LookupError("the negative prompt's K/V are kept from the start")

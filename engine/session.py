@@ -1,0 +1,39 @@
+"""What a rollout remembers of an episode between calls (spec section 4)."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kv_cache.cache import SessionKV
+
+BUFFERED_FRAMES = 4
+
+
+@dataclass
+class Session:
+    """One episode.
+
+    start_frame: position of the next latent frame; 0 when the next call starts the window again.
+    frames: the last stitched frames, each (h, w, 3) uint8. prompt: token ids of the last call, as bytes.
+    ys: image conditioning (1, 4 + z, F, H, W) of the window. called: whether a call has been made.
+    """
+
+    kv: SessionKV
+    start_frame: int = 0
+    frames: deque[Tensor] = field(default_factory=lambda: deque(maxlen=BUFFERED_FRAMES))
+    prompt: bytes = b""
+    ys: Tensor | None = None
+    called: bool = False
+
+    def see(self, frames: Iterable[Tensor]) -> list[Tensor]:
+        """Take the frames sent at a call into the buffer; returns those the model looks at.
+
+        The newest alone at the first call; then always four, the oldest repeated where fewer have come.
+        """
+        self.frames.extend(frames)
+        first, self.called = not self.called, True
+        if first:
+            return [self.frames[-1]]
+        return [self.frames[0]] * (BUFFERED_FRAMES - len(self.frames)) + list(self.frames)

@@ -1,0 +1,158 @@
+"""Write the current K/V into their slots and attend over the resident window: one operator, several backends.
+
+The operator is registered with `torch.library`, so `torch.compile(fullgraph=True)` keeps it as one node. Everything
+that changes from call to call (window fill, block ids) is in tensors of fixed shape, so nothing recompiles.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Where the current tokens of a forward go and what they see; the same for every layer.
+
+    slots: (L,) int64 on the device: slot of each current token, video frames first, then registers.
+    table: (max_blocks,) int32 on the device: the visible blocks, padded with the null block. Visible tokens fill the
+        blocks from the front; only the last block may be partly filled.
+    visible: (1,) int32 on the device: number of visible tokens.
+    extent: (3,) int64 on the CPU: visible tokens, visible blocks, first slot of the one run they form (-1: no run).
+    """
+
+    slots: Tensor
+    table: Tensor
+    visible: Tensor
+    extent: Tensor
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the visible blocks are one run, which attention reads in place."""
+        return int(self.extent[2]) >= 0
+
+
+def available_backends(device: torch.device) -> list[str]:
+    """Backends that can run on `device`, the preferred one first."""
+    backends = []
+    if device.type == "cuda":
+        hopper = torch.cuda.get_device_capability(device) == (9, 0)
+        if hopper and importlib.util.find_spec("flash_attn_interface"):
+            backends.append("flash-attn-3")
+        if importlib.util.find_spec("flash_attn"):
+            backends.append("flash-attn-2")
+        if importlib.util.find_spec("torch.nn.attention.varlen"):
+            backends.append("varlen")
+    return [*backends, "sdpa"]
+
+
+def choose_backend(device: torch.device, wanted: str = "auto") -> str:
+    """The backend to use on `device`: the preferred one, or `wanted` by name.
+
+    Raises ValueError, naming those there are, where `wanted` cannot run on this machine.
+    """
+    backends = available_backends(device)
+    if wanted == "auto":
+        return backends[0]
+    if wanted not in backends:
+        raise ValueError(f"attention backend {wanted!r} cannot run on {device}; available: {', '.join(backends)}")
+    return wanted
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, backend: str
+) -> Tensor:
+    """Store the current K/V and attend over everything the plan makes visible.
+
+    q, k, v: (1, L, heads, head_dim), RoPE applied. k_cache, v_cache: (blocks, S, heads, head_dim), one layer's pool,
+    written in place. Returns (1, L, heads, head_dim).
+    """
+    return _write_and_attend(
+        q, k, v, k_cache, v_cache, plan.slots, plan.table, plan.visible, plan.extent, backend
+    )  # fmt: skip
+
+
+@torch.library.custom_op("kv_cache::write_and_attend", mutates_args=("k_cache", "v_cache"))
+def _write_and_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    visible: Tensor,
+    extent: Tensor,
+    backend: str,
+) -> Tensor:
+    k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    k_slots.index_copy_(0, slots, k[0])
+    v_slots.index_copy_(0, slots, v[0])
+    if backend == "flash-attn-3":
+        return _flash_attn_3(q, k_cache, v_cache, table, visible)
+    if backend == "varlen":
+        return _varlen(q, k_cache, v_cache, table, visible)
+    tokens, blocks, first = extent.tolist()  # on the CPU: no device synchronisation
+    if first >= 0:
+        keys, values = k_slots[first : first + tokens], v_slots[first : first + tokens]
+    else:
+        chosen = table[:blocks]
+        keys, values = (cache[chosen].flatten(0, 1)[:tokens] for cache in (k_cache, v_cache))
+    if backend == "flash-attn-2":
+        return _flash_attn_2(q, keys, values)
+    return _sdpa(q, keys, values)
+
+
+@_write_and_attend.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    visible: Tensor,
+    extent: Tensor,
+    backend: str,
+) -> Tensor:
+    return torch.empty_like(q)
+
+
+def _sdpa(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    heads_first = (q.transpose(1, 2), keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+    return scaled_dot_product_attention(*heads_first).transpose(1, 2).contiguous()
+
+
+def _flash_attn_2(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(q, keys[None], values[None])
+
+
+def _flash_attn_3(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor) -> Tensor:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=visible, page_table=table[None])
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _varlen(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    tokens = q.shape[1]
+    out = varlen_attn(
+        q[0],
+        k_cache,
+        v_cache,
+        cu_seq_q=torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=q.device),
+        cu_seq_k=None,
+        max_q=tokens,
+        max_k=table.numel() * k_cache.shape[1],
+        seqused_k=visible,
+        block_table=table[None],
+    )
+    return cast(Tensor, out)[None]

@@ -1,0 +1,66 @@
+"""How much the K/V may take, and what fits into it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kv_cache.paged_kv import KVGeometry
+from kv_cache.window import WindowPolicy
+
+CPU_DEFAULT_BYTES = 512 * 2**20
+"""Without a setting, K/V on a CPU take this much: its free memory belongs to others too."""
+
+
+class NotEnoughMemory(RuntimeError):
+    """The K/V of a single session do not fit; the message has the numbers."""
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """What the K/V memory is divided into.
+
+    blocks: size of the pool, the null block included. cross_bytes: for cross-attention halves, the permanent ones
+    included. sessions: how many hold their full window at once, each with a prompt of its own.
+    """
+
+    blocks: int
+    cross_bytes: int
+    sessions: int
+
+
+def kv_bytes_available(device: torch.device, fraction: float, absolute: int | None, reserved: int = 0) -> int:
+    """Bytes the K/V may take on `device`.
+
+    absolute: taken as it is where given. Else `fraction` of what is free on a CUDA device after `reserved` bytes for
+    activations, or CPU_DEFAULT_BYTES elsewhere.
+    """
+    if absolute is not None:
+        return absolute
+    if device.type != "cuda":
+        return CPU_DEFAULT_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(fraction * max(0, free - reserved))
+
+
+def plan_budget(geometry: KVGeometry, policy: WindowPolicy, available: int) -> KVBudget:
+    """Divide `available` bytes into whole sessions, beside the null block and one permanent (negative) prompt.
+
+    Raises NotEnoughMemory where not even one session fits.
+    """
+    text = geometry.text_tokens * geometry.token_bytes
+    image = geometry.image_tokens * geometry.token_bytes
+    fixed = geometry.block_bytes + text
+    session = geometry.session_blocks(policy) * geometry.block_bytes + text + image
+    sessions = (available - fixed) // session
+    if sessions < 1:
+        raise NotEnoughMemory(
+            f"K/V memory of {_mib(available)} is too little: one session needs {_mib(fixed + session)} "
+            f"({geometry.session_blocks(policy) + 1} blocks of {_mib(geometry.block_bytes)}, "
+            f"cross-attention {_mib(2 * text + image)})"
+        )
+    blocks = 1 + sessions * geometry.session_blocks(policy)
+    return KVBudget(blocks=blocks, cross_bytes=text + sessions * (text + image), sessions=sessions)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

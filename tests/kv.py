@@ -1,0 +1,56 @@
+"""A small KV cache for tests that need no model."""
+
+import torch
+
+from kv_cache.cache import KVCache, SessionKV
+from kv_cache.cross_kv import LayerKV
+from kv_cache.paged_kv import KVGeometry
+from kv_cache.sizing import plan_budget
+from kv_cache.window import WindowPolicy
+
+GEOMETRY = KVGeometry(
+    layers=2, heads=2, head_dim=4, frame_tokens=6, frames_per_forward=2, register_tokens=3,
+    text_tokens=5, image_tokens=4, dtype=torch.float32,
+)  # fmt: skip
+POLICY = WindowPolicy(9)
+CPU = torch.device("cpu")
+
+
+def session_bytes(geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> int:
+    """What one session needs at most, cross-attention with it."""
+    tokens = geometry.text_tokens + geometry.image_tokens
+    return geometry.session_blocks(policy) * geometry.block_bytes + tokens * geometry.token_bytes
+
+
+def fixed_bytes(geometry: KVGeometry = GEOMETRY) -> int:
+    """What is needed beside the sessions: the null block and the permanent prompt."""
+    return geometry.block_bytes + geometry.text_tokens * geometry.token_bytes
+
+
+def make_cache(sessions: int, geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> KVCache:
+    """A cache with room for exactly `sessions` sessions."""
+    budget = plan_budget(geometry, policy, fixed_bytes(geometry) + sessions * session_bytes(geometry, policy))
+    assert budget.sessions == sessions
+    return KVCache(geometry, policy, budget, CPU)
+
+
+def layer_kv(tokens: int, geometry: KVGeometry = GEOMETRY) -> LayerKV:
+    """Cross-attention K/V of the right size."""
+    shape = (1, tokens, geometry.heads, geometry.head_dim)
+    return tuple((torch.zeros(shape), torch.zeros(shape)) for _ in range(geometry.layers))
+
+
+def run_call(cache: KVCache, session: SessionKV, prompt: bytes = b"prompt") -> bool:
+    """A call as the rollout makes it, without the model; returns whether the window was restarted."""
+    restart = session.resident_frames in (0, 7)
+    with cache.call(session):
+        if restart:
+            cache.restart(session)
+            cache.publish_image(session, lambda: layer_kv(cache.geometry.image_tokens))
+        cache.publish_text(session, 0, prompt, lambda: layer_kv(cache.geometry.text_tokens))
+        for branch in range(cache.geometry.branches):
+            with cache.lease(session, branch, 1 if restart else 2, commit=True):
+                pass
+        with cache.lease(session, 0, 2, 3), cache.lease(session, 1, 2, 3):
+            pass
+    return restart

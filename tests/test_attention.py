@@ -1,0 +1,166 @@
+"""Attention over the pool: every backend against a float64 reference, and as one node of a compiled graph."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import DitConfig
+from engine.dit import Block
+from engine.rope import Rope
+from kv_cache.attention import AttentionPlan, attend, available_backends, choose_backend
+from kv_cache.cache import KVCache, SessionKV
+from kv_cache.paged_kv import KVGeometry, PagedLayer
+from kv_cache.sizing import plan_budget
+from tests.kv import CPU, GEOMETRY, POLICY, make_cache
+
+CUDA_BACKENDS = ("flash-attn-2", "flash-attn-3", "varlen", "sdpa")
+
+
+def leases(cache: KVCache, sessions: list[SessionKV], rng: random.Random) -> Iterator[tuple[AttentionPlan, bool, int]]:
+    """Plans of sessions whose windows grow in turns of any order, with (commit, session index)."""
+    for _ in range(60):
+        index = rng.randrange(len(sessions))
+        session, commit = sessions[index], rng.random() < 0.5
+        with cache.call(session):
+            if session.resident_frames >= 7:
+                cache.restart(session)
+            frames, registers = rng.choice((1, 2)), 0 if commit else GEOMETRY.register_tokens
+            with cache.lease(session, 0, frames, registers, commit) as plan:
+                yield plan, commit, index
+
+
+def check_against_float64(cache: KVCache, sessions: int, device: torch.device, dtype: torch.dtype, tolerance: float):
+    """Attend through random plans and compare with a dense float64 window kept beside; returns plans by kind."""
+    rng, geometry = random.Random(7), cache.geometry
+    generator = torch.Generator(device).manual_seed(7)
+    heads, width = geometry.heads, geometry.head_dim
+    windows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    kinds = {True: 0, False: 0}
+    members = [cache.session(index) for index in range(sessions)]
+    for plan, commit, index in leases(cache, members, rng):
+        length = plan.slots.numel()
+        q, k, v = (
+            torch.randn(1, length, heads, width, generator=generator, device=device, dtype=torch.float32).to(dtype)
+            for _ in range(3)
+        )
+        layer = cache.paged.layers[1]
+        null_block = layer.k[0].clone()
+        out = layer.attend(q, k, v, plan)
+        resident = cache.session(index).resident_frames
+        dense = windows.setdefault(index, [])
+        dense = windows[index] = dense[len(dense) - resident :] if resident else []
+        keys = torch.cat([frame[0] for frame in dense] + [k[0]]).double()
+        values = torch.cat([frame[1] for frame in dense] + [v[0]]).double()
+        weights = torch.einsum("qhd,khd->hqk", q[0].double(), keys).div(width**0.5).softmax(-1)
+        reference = torch.einsum("hqk,khd->qhd", weights, values)
+        assert out.shape == q.shape
+        assert (out[0].double() - reference).abs().max() < tolerance
+        assert torch.equal(layer.k[0], null_block), "the null block was written"
+        if commit:
+            size = geometry.frame_tokens
+            dense += [(k[0, i : i + size], v[0, i : i + size]) for i in range(0, length, size)]
+        kinds[plan.is_view] += 1
+    return kinds
+
+
+def test_view_and_gather_agree_with_float64() -> None:
+    assert check_against_float64(make_cache(2), 1, CPU, torch.float32, 1e-5)[False] == 0
+    # Eight sessions that grow in turns in a pool for two: some stand in pieces.
+    kinds = check_against_float64(make_cache(2), 8, CPU, torch.float32, 1e-5)
+    assert kinds[True] > 5
+    assert kinds[False] > 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_cuda_backends_agree_with_float64(backend: str, sessions: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda")
+    if backend not in available_backends(device):
+        pytest.skip(f"{backend} is not installed")
+    geometry = KVGeometry(
+        layers=2, heads=4, head_dim=128, frame_tokens=256, frames_per_forward=2, register_tokens=25,
+        text_tokens=8, image_tokens=8, dtype=torch.bfloat16,
+    )  # fmt: skip
+    budget = plan_budget(geometry, POLICY, 2**30)
+    cache = KVCache(geometry, POLICY, budget, device, backend)
+    check_against_float64(cache, sessions, device, torch.bfloat16, 2e-2)
+
+
+def test_the_backend_is_chosen_once_and_by_name() -> None:
+    assert choose_backend(CPU) == "sdpa"
+    assert choose_backend(CPU, "sdpa") == "sdpa"
+    with pytest.raises(ValueError, match=r"'flash-attn-3' cannot run on cpu; available: sdpa"):
+        choose_backend(CPU, "flash-attn-3")
+
+
+def test_compiled_attention_is_one_graph_for_every_fill_and_block() -> None:
+    compiles_so_far_are_forgotten()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    cache = make_cache(2)
+    graphs: list[int] = []
+    for fill in range(4):
+        for index in range(8):  # in a pool for two: other blocks, later in pieces
+            session = cache.session(index)
+            with cache.call(session):
+                with cache.lease(session, 0, 2, GEOMETRY.register_tokens) as plan:
+                    for layer in cache.paged.layers:
+                        q, k, v = torch.randn(3, 1, plan.slots.numel(), GEOMETRY.heads, GEOMETRY.head_dim)
+                        got = compiled(q, k, v, layer.k, layer.v, plan, "sdpa")
+                        assert torch.equal(got, attend(q, k, v, layer.k, layer.v, plan, "sdpa"))
+                with cache.lease(session, 0, 1 if fill == 0 else 2, commit=True):
+                    pass
+            graphs.append(compiled_graphs())
+    assert set(graphs) == {1}
+    assert cache.report().gathered > 0
+    assert cache.report().plain_view > 0
+
+
+def test_a_compiled_block_is_one_graph_for_every_layer_and_fill() -> None:
+    compiles_so_far_are_forgotten()
+    config = DitConfig(dim=24, ffn_dim=32, num_heads=2, num_layers=3)
+    geometry = KVGeometry(
+        layers=3, heads=2, head_dim=12, frame_tokens=6, frames_per_forward=2, register_tokens=25,
+        text_tokens=5, image_tokens=4, dtype=torch.float32,
+    )  # fmt: skip
+    cache = make_cache(1, geometry)
+    blocks = [Block(config) for _ in range(3)]
+    for parameter in (p for block in blocks for p in block.parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+
+    def run(block: Block, x: Tensor, e0: Tensor, start: int, layer: PagedLayer, plan: AttentionPlan, step) -> Tensor:
+        rotation = Rope(12, 2, 3, 2, 24, 1).rotation(start, 2, True, CPU)
+        text, image = ((torch.ones(1, n, 2, 12), torch.ones(1, n, 2, 12)) for n in (5, 4))
+        return step(block, x, e0, rotation, text, image, layer, plan, 12)
+
+    def eager(block: Block, *args: object) -> Tensor:
+        return block(*args)
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    session = cache.session(0)
+    with torch.no_grad():
+        for fill in range(4):
+            with cache.call(session):
+                with cache.lease(session, 0, 2, 25) as plan:
+                    for block, layer in zip(blocks, cache.paged.layers, strict=True):
+                        x, e0 = torch.randn(1, 37, 24), torch.randn(2, 6, 24)
+                        start = 2 * fill + 1
+                        args = (block, x, e0, start, layer, plan)
+                        torch.testing.assert_close(run(*args, compiled), run(*args, eager), atol=1e-5, rtol=0)
+                with cache.lease(session, 0, 2, commit=True):
+                    pass
+    assert compiled_graphs() == 1
+
+
+def compiles_so_far_are_forgotten() -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

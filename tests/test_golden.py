@@ -1,0 +1,60 @@
+"""The numbers that the public release computed are reproduced, and the comparison can fail."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.config import parse_config
+from tests.golden import FILES, TOLERANCE, Golden, check
+
+SHARED = Path(__file__).parents[2] / "shared" / "golden"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_golden_file_is_reproduced(path: Path) -> None:
+    report = check(path)
+    assert report.clean(TOLERANCE), report
+    if Golden(path).kind == "rollout":
+        exact = {name: report.errors[name] for name in ("images", "token_ids", "state", "start_frame")}
+        assert set(exact.values()) == {0.0}, exact
+
+
+def test_the_command_exits_1_beyond_tolerance(tmp_path: Path) -> None:
+    """A file whose expected actions are moved by 2e-4 is not clean."""
+    source = next(path for path in FILES if path.stem == "step_mask_8")
+    with safe_open(source, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no dict
+        metadata = file.metadata()
+    tensors["00.action"] += 2e-4
+    save_file(tensors, tmp_path / "moved.safetensors", metadata)
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.golden", tmp_path / "moved.safetensors"],
+        capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert run.returncode == 1, run.stderr
+    assert "moved: BEYOND TOLERANCE" in run.stdout
+    assert "action           largest error 2.0e-04" in run.stdout
+    assert "36 counted, 36 expected" in run.stdout
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/golden")
+def test_the_copies_are_the_originals() -> None:
+    originals = {path.name: path.read_bytes() for path in SHARED.glob("*.safetensors")}
+    assert {path.name: path.read_bytes() for path in FILES} == originals
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem == "session"], ids=lambda path: path.stem)
+def test_builtin_tiny_is_the_golden_size(path: Path) -> None:
+    golden = Golden(path)
+    assert parse_config(BUILTIN_CONFIGS["tiny"]) == parse_config(golden.config)
+    assert golden.statistics == BUILTIN_STATISTICS
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/golden/mid")
+def test_builtin_mid_is_the_golden_size() -> None:
+    assert parse_config(BUILTIN_CONFIGS["mid"]) == parse_config(Golden(SHARED / "mid" / "mid.safetensors").config)

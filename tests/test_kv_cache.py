@@ -1,0 +1,248 @@
+"""Many sessions in one pool: sizing, eviction, transactions, sharing, accounting. No model is needed."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kv_cache.block_pool import OutOfBlocks
+from kv_cache.cache import KVCache
+from kv_cache.cross_kv import TextKV
+from kv_cache.sizing import CPU_DEFAULT_BYTES, NotEnoughMemory, kv_bytes_available, plan_budget
+from kv_cache.window import Overflow, WindowPolicy
+from tests.kv import CPU, GEOMETRY, POLICY, fixed_bytes, layer_kv, make_cache, run_call, session_bytes
+
+
+def check_accounts(cache: KVCache) -> None:
+    report = cache.report()
+    assert report.blocks_used == sum(report.blocks_by_session.values())
+    assert report.blocks_used + report.blocks_free == report.blocks_total
+
+
+def test_sizing_counts_window_current_frames_scratch_and_the_null_block() -> None:
+    one = fixed_bytes() + session_bytes()
+    budget = plan_budget(GEOMETRY, POLICY, one)
+    assert budget.blocks == 1 + 2 * (9 + 2 + 1)
+    assert budget.sessions == 1
+    assert plan_budget(GEOMETRY, POLICY, one + session_bytes()).sessions == 2
+    with pytest.raises(NotEnoughMemory, match=r"one session needs .* MiB \(25 blocks of"):
+        plan_budget(GEOMETRY, POLICY, one - 1)
+
+
+def test_registers_that_do_not_fit_one_block_get_more() -> None:
+    assert replace(GEOMETRY, register_tokens=13).scratch_blocks == 3
+
+
+def test_memory_comes_from_the_setting_or_the_default() -> None:
+    assert kv_bytes_available(CPU, 0.5, None) == CPU_DEFAULT_BYTES
+    assert kv_bytes_available(CPU, 0.5, 12345) == 12345
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_is_a_fraction_of_what_is_free_on_cuda() -> None:
+    device = torch.device("cuda")
+    free, _ = torch.cuda.mem_get_info(device)
+    assert kv_bytes_available(device, 0.5, None, reserved=2**20) == pytest.approx((free - 2**20) / 2, rel=0.05)
+
+
+def test_one_session_fills_its_window_through_plain_views_only() -> None:
+    cache = make_cache(1)
+    session = cache.session("robot")
+    resident = []
+    for _ in range(9):
+        run_call(cache, session)
+        resident.append(session.resident_frames)
+    assert resident == [1, 3, 5, 7, 1, 3, 5, 7, 1]
+    assert cache.report().gathered == 0
+    assert cache.report().plain_view == 9 * 4
+    assert cache.report().evictions == 0
+
+
+def test_sessions_that_fit_are_never_evicted_nor_gathered() -> None:
+    cache = make_cache(4)
+    for call in range(20):
+        for robot in range(4):
+            assert run_call(cache, cache.session(robot), b"%d" % robot) == (call % 4 == 0)
+    assert cache.report().evictions == 0
+    assert cache.report().gathered == 0
+
+
+def test_under_pressure_the_least_recently_used_session_loses_its_window() -> None:
+    cache = make_cache(2)
+    a, b, c = (cache.session(name) for name in "abc")
+    for session in (a, b, a, b, b):
+        run_call(cache, session, str(session.key).encode())
+    run_call(cache, c, b"c")
+    assert (a.resident_frames, b.resident_frames, c.resident_frames) == (0, 5, 1)
+    assert cache.report().evictions == 1
+    assert run_call(cache, a, b"a"), "the evicted session restarts instead of failing"
+    check_accounts(cache)
+
+
+def test_ten_thousand_calls_of_two_hundred_churning_sessions_leave_every_block_accounted_for() -> None:
+    cache, rng = make_cache(3), random.Random(1140)
+    cache.keep_text(b"negative", lambda: layer_kv(5))
+    for _ in range(10_000):
+        key = rng.randrange(200)
+        action = rng.random()
+        if action < 0.1:
+            cache.forget(key)
+        elif action < 0.15:
+            with pytest.raises(ZeroDivisionError), cache.call(cache.session(key)):  # noqa: PT012
+                with cache.lease(cache.session(key), 0, 2, commit=True):
+                    pass
+                with cache.lease(cache.session(key), 1, 2, 3):
+                    raise ZeroDivisionError
+        else:
+            run_call(cache, cache.session(key), b"prompt %d" % rng.randrange(5))
+        check_accounts(cache)
+    assert cache.report().evictions > 100, "the pool was never under pressure: the test shows nothing"
+    for key in range(200):
+        cache.forget(key)
+    report = cache.report()
+    assert (report.blocks_used, report.prompts) == (0, 1)
+    assert report.cross_bytes == GEOMETRY.text_tokens * GEOMETRY.token_bytes
+
+
+def test_a_call_that_raises_leaves_the_pool_as_before() -> None:
+    cache = make_cache(1)
+    session = cache.session("robot")
+    run_call(cache, session)
+    before = cache.report()
+    for at in ("first lease", "second lease", "after commit"):
+        with pytest.raises(RuntimeError, match=at), cache.call(session):  # noqa: PT012
+            with cache.lease(session, 0, 2, commit=True):
+                if at == "first lease":
+                    raise RuntimeError(at)
+            with cache.lease(session, 0, 2, 3), cache.lease(session, 1, 2, 3):
+                if at == "second lease":
+                    raise RuntimeError(at)
+            raise RuntimeError(at)
+        after = cache.report()
+        assert (after.blocks_free, after.blocks_by_session) == (before.blocks_free, before.blocks_by_session)
+        assert session.resident_frames == 1
+
+
+def test_a_sliding_window_that_raises_after_evicting_frames_keeps_only_its_own() -> None:
+    policy = WindowPolicy(4, Overflow.SLIDE, sink_frames=1)
+    cache = make_cache(1, policy=policy)
+    session = cache.session("robot")
+    for _ in range(5):
+        with cache.call(session), cache.lease(session, 0, 2, commit=True):
+            pass
+        assert session.resident_frames <= 4
+    with pytest.raises(RuntimeError), cache.call(session):  # noqa: PT012
+        with cache.lease(session, 0, 2, commit=True):
+            pass
+        raise RuntimeError
+    assert session.resident_frames == 2, "the sink and one frame from before the call"
+    check_accounts(cache)
+
+
+def test_a_sliding_lease_does_not_see_the_frames_that_the_current_ones_push_out() -> None:
+    cache = make_cache(1, policy=WindowPolicy(4, Overflow.SLIDE))
+    session = cache.session("robot")
+    for _ in range(2):
+        with cache.call(session), cache.lease(session, 0, 2, commit=True):
+            pass
+    with cache.call(session), cache.lease(session, 0, 2, registers=3) as plan:
+        assert int(plan.visible) == 4 * GEOMETRY.frame_tokens + 3
+    assert session.resident_frames == 4, "nothing leaves without a commit"
+
+
+def test_a_session_larger_than_the_pool_is_an_error_that_loses_nothing() -> None:
+    cache = make_cache(1, policy=WindowPolicy(40))
+    cache_small = KVCache(GEOMETRY, WindowPolicy(40), replace(cache.budget, blocks=5), CPU)
+    session = cache_small.session("robot")
+    with pytest.raises(OutOfBlocks, match="6 blocks needed, 4 free"), cache_small.call(session):
+        with cache_small.lease(session, 0, 6):
+            pass
+    assert cache_small.report().blocks_free == 4
+
+
+def test_two_calls_at_once_are_refused() -> None:
+    cache = make_cache(2)
+    with cache.call(cache.session("a")), pytest.raises(RuntimeError, match="'a' is in a call"):
+        with cache.call(cache.session("b")):
+            pass
+
+
+def test_equal_prompts_are_held_once_and_freed_with_the_last_user() -> None:
+    cache = make_cache(3)
+    computed = []
+
+    def compute():
+        computed.append(1)
+        return layer_kv(5)
+
+    cache.keep_text(b"negative", compute)
+    for name in "abc":
+        session = cache.session(name)
+        with cache.call(session):
+            cache.publish_text(session, 0, b"same", compute)
+            cache.publish_text(session, 1, b"negative", compute)
+    assert len(computed) == 2, "the negative prompt once, the shared prompt once"
+    assert cache.session("a").text(0) is cache.session("c").text(0)
+    one = GEOMETRY.text_tokens * GEOMETRY.token_bytes
+    assert cache.report().cross_bytes == 2 * one
+    cache.forget("a")
+    cache.forget("b")
+    assert cache.report().prompts == 2
+    cache.forget("c")
+    assert (cache.report().prompts, cache.report().cross_bytes) == (1, one)
+
+
+def test_a_restart_keeps_the_text_half_and_drops_the_image_half() -> None:
+    cache = make_cache(1)
+    session = cache.session("robot")
+    run_call(cache, session)
+    text = session.text(0)
+    cache.restart(session)
+    assert session.text(0) is text
+    with pytest.raises(LookupError, match="no image"):
+        _ = session.image
+
+
+def test_publishing_is_all_or_nothing() -> None:
+    cache = make_cache(1)
+    session = cache.session("robot")
+    run_call(cache, session, b"old")
+    text, before = session.text(0), cache.report().cross_bytes
+
+    def broken():
+        raise MemoryError("half way")
+
+    with cache.call(session), pytest.raises(MemoryError):
+        cache.publish_text(session, 0, b"new", broken)
+    assert session.text(0) is text
+    assert (cache.report().prompts, cache.report().cross_bytes) == (1, before)
+    with cache.call(session), pytest.raises(MemoryError):
+        cache.publish_image(session, broken)
+    with pytest.raises(LookupError):
+        _ = session.image
+
+
+def test_cross_attention_stays_within_its_budget() -> None:
+    cache = make_cache(2)
+    for robot in range(10):
+        run_call(cache, cache.session(robot), b"%d" % robot)
+        assert cache.report().cross_bytes <= cache.budget.cross_bytes
+
+
+def test_a_released_prompt_is_gone_and_cannot_be_released_again() -> None:
+    store = TextKV()
+    store.acquire(b"p", lambda: layer_kv(5))
+    store.release(b"p")
+    with pytest.raises(KeyError):
+        store.release(b"p")
+
+
+def test_evicting_all_idle_sessions_frees_the_pool() -> None:
+    cache = make_cache(2)
+    run_call(cache, cache.session("a"))
+    run_call(cache, cache.session("b"))
+    assert cache.evict_idle() == 2
+    assert cache.report().blocks_used == 0
+    assert cache.evict_idle() == 0
