@@ -30,6 +30,7 @@ class Checkpoint:
     """All that is read before the weights.
 
     fetch: the weights, entry by entry; raises CheckpointError. statistics: `experiment_cfg/metadata.json`.
+    entries: names of the weights there are; none are listed for synthetic ones, which are made when asked for.
     trained: False for synthetic weights.
     """
 
@@ -38,6 +39,7 @@ class Checkpoint:
     statistics: Mapping[str, Any]
     tokenizer: Tokenizer
     fetch: Fetch
+    entries: frozenset[str]
     trained: bool
 
 
@@ -58,19 +60,29 @@ def open_checkpoint(name: str) -> Checkpoint:
         config = parse_config(raw)
     except ConfigError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
+    reader = _SafetensorsReader(directory)
     return Checkpoint(
         name=name,
         config=config,
         statistics=_read_json(directory / "experiment_cfg" / "metadata.json"),
         tokenizer=_tokenizer(raw),
-        fetch=_SafetensorsReader(directory).fetch,
+        fetch=reader.fetch,
+        entries=reader.entries,
         trained=not raw.get("synthetic_weights", False),
     )
 
 
 def synthetic_checkpoint(name: str, raw: Mapping[str, Any], statistics: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint with synthetic weights made in memory, of the sizes in `raw` (a `config.json`, parsed)."""
-    return Checkpoint(name, parse_config(raw), statistics, _tokenizer(raw), synthetic_tensor, trained=False)
+    return Checkpoint(
+        name=name,
+        config=parse_config(raw),
+        statistics=statistics,
+        tokenizer=_tokenizer(raw),
+        fetch=synthetic_tensor,
+        entries=frozenset(),
+        trained=False,
+    )
 
 
 def _tokenizer(raw: Mapping[str, Any]) -> Tokenizer:
@@ -113,6 +125,11 @@ class _SafetensorsReader:
             self._open = {path: _open_file(path)}
             self._files = dict.fromkeys(self._open[path].keys(), path)
         self._directory = directory
+
+    @property
+    def entries(self) -> frozenset[str]:
+        """Names of all entries."""
+        return frozenset(self._files)
 
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Entry `name` in `shape`. Raises CheckpointError where it is missing or has another shape."""

@@ -87,9 +87,6 @@ _VAE48_LEVELS: Rules = [
     (r"up_blocks\.(\d+)\.upsampler\.", r"upsamples.\1.upsamples.3."),
 ]
 
-UNUSED = re.compile(re.escape(IMAGE) + r"(head$|post_norm\.)|action_head\.image_encoder\.model\.log_scale$")
-"""Entries of the release that no forward uses."""
-
 
 def dit_entries(dit: nn.Module) -> dict[str, Entry]:
     """The DiT's parameters are named as in the checkpoint."""

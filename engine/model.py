@@ -29,12 +29,16 @@ class Model:
     image_encoder: CLIPVisionModel
     vae: AutoencoderKLWan
 
-    def components(self) -> Iterator[tuple[str, nn.Module, dict[str, Entry]]]:
-        """Each component's name, module, and parameter names with their checkpoint entries."""
-        yield "DiT", self.dit, dit_entries(self.dit)
-        yield "text encoder", self.text_encoder, text_entries(self.text_encoder)
-        yield "image encoder", self.image_encoder, image_entries(self.image_encoder)
-        yield "VAE", self.vae, vae_entries(self.vae, self.config.vae.wan22)
+    def components(self) -> Iterator[tuple[nn.Module, dict[str, Entry]]]:
+        """Each component with its parameters' names and where they stand in a checkpoint."""
+        yield self.dit, dit_entries(self.dit)
+        yield self.text_encoder, text_entries(self.text_encoder)
+        yield self.image_encoder, image_entries(self.image_encoder)
+        yield self.vae, vae_entries(self.vae, self.config.vae.wan22)
+
+    def entry_names(self) -> set[str]:
+        """Names of all checkpoint entries that the model uses."""
+        return {entry.name for _, entries in self.components() for entry in entries.values()}
 
 
 def build_model(config: ModelConfig) -> Model:
@@ -52,7 +56,7 @@ def build_model(config: ModelConfig) -> Model:
 def load_model(config: ModelConfig, fetch: Fetch, device: torch.device, dtype: torch.dtype) -> Model:
     """Build the model and give every parameter its weights, one at a time, straight onto `device` in `dtype`."""
     model = build_model(config)
-    for _, module, entries in model.components():
+    for module, entries in model.components():
         for name, entry in entries.items():
             _set_parameter(module, name, fetch(entry.name, entry.shape), entry, device, dtype)
     # What `meta` left without content: a tied parameter and a table of positions.

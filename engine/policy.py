@@ -143,6 +143,8 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     )
     report("loading weights")
     model = load_model(checkpoint.config, checkpoint.fetch, device, dtype)
+    if unused := checkpoint.entries - model.entry_names():
+        logger.info("%d of %d checkpoint entries are not used", len(unused), len(checkpoint.entries))
     report("sizing the KV cache")
     available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes)
     cache = build_cache(checkpoint.config, available, device, dtype, backend)

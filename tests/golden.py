@@ -8,7 +8,7 @@ A file is complete: sizes, inputs and outputs are inside, and the weights follow
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from engine.dit import CrossContext, Register
 from engine.embodiment import Embodiment, read_range
 from engine.model import Model, load_model
 from engine.policy import build_cache
-from engine.rollout import Noise, Rollout, RolloutSettings
+from engine.rollout import Noise, Prediction, Rollout, RolloutSettings
 from engine.rope import Rope
 from engine.session import Session
 from engine.step_cache import StepCacheSettings
@@ -117,30 +117,42 @@ def scene(camera: int, t: int) -> np.ndarray:
     return np.where(v < 256, v, 510 - v).astype(np.uint8)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Engine:
     """A golden file's model and what runs it."""
 
     checkpoint: Checkpoint
     model: Model
+    settings: RolloutSettings
+    embodiment: Embodiment
     cache: KVCache
     rollout: Rollout
-    embodiment: Embodiment
+
+    def with_cache(self, kv_bytes: int) -> "Engine":
+        """The same model over a KV cache of its own."""
+        cache = build_cache(self.checkpoint.config, kv_bytes, torch.device("cpu"), torch.float32)
+        return replace(self, cache=cache, rollout=Rollout(self.model, cache, self.checkpoint.tokenizer, self.settings))
 
 
-def build_engine(golden: Golden, kv_bytes: int = CPU_DEFAULT_BYTES) -> Engine:
+def build_engine(golden: Golden) -> Engine:
     """The engine in float32 on the CPU, as the golden numbers ask for."""
     checkpoint = golden.checkpoint()
     config, device = checkpoint.config, torch.device("cpu")
     model = load_model(config, checkpoint.fetch, device, torch.float32)
-    cache = build_cache(config, kv_bytes, device, torch.float32)
-    rollout = Rollout(model, cache, checkpoint.tokenizer, golden.settings())
+    cache = build_cache(config, CPU_DEFAULT_BYTES, device, torch.float32)
     ranges = (read_range(golden.statistics, kind) for kind in ("state", "action"))
-    return Engine(checkpoint, model, cache, rollout, Embodiment(config.view_height, config.view_width, *ranges))
+    return Engine(
+        checkpoint=checkpoint,
+        model=model,
+        settings=golden.settings(),
+        embodiment=Embodiment(config.view_height, config.view_width, *ranges),
+        cache=cache,
+        rollout=Rollout(model, cache, checkpoint.tokenizer, golden.settings()),
+    )
 
 
-def run_call(engine: Engine, golden: Golden, session: Session, index: int, report: Report) -> None:
-    """One call from the file's images on, and beside it the way from raw camera views to those images."""
+def run_call(engine: Engine, golden: Golden, session: Session, index: int, report: Report) -> Prediction:
+    """One call from the file's images on, with the prompt's tokens and the state that the robot's own values give."""
     call, prefix = golden.calls[index], f"{index:02}."
     tokens, mask = engine.rollout.tokenize(engine.embodiment.prompt_text(call["prompt"]))
     joints, gripper = np.array(call["joint_position"]), np.array(call["gripper_position"])
@@ -157,6 +169,7 @@ def run_call(engine: Engine, golden: Golden, session: Session, index: int, repor
     report.compare("start_frame", torch.tensor(session.start_frame), torch.tensor(call["start_frame_after"]))
     report.forwards += prediction.dit_forwards
     report.forwards_expected += call["dit_forwards"]
+    return prediction
 
 
 def check_rollout(golden: Golden) -> Report:

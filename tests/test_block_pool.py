@@ -1,5 +1,7 @@
 """The block pool against a naive model: a set of free numbers."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ class PoolAgainstSet(RuleBasedStateMachine):
         assert set(blocks) <= self.free
         if prefer in self.free and count:
             assert blocks[0] == prefer
-        for before, after in zip(blocks, blocks[1:], strict=False):
+        for before, after in pairwise(blocks):
             # A run is left only where it ends: at a block that is not free, or at the end of the pool.
             assert after == before + 1 or before + 1 not in self.free or before + 1 in blocks
         self.free -= set(blocks)
@@ -98,5 +100,5 @@ def test_a_gap_that_fits_is_preferred_to_breaking_a_run() -> None:
 
 @pytest.mark.parametrize(("blocks", "aisle"), [(1, 1), (0, 1), (5, 0)])
 def test_impossible_pools_are_refused(blocks: int, aisle: int) -> None:
-    with pytest.raises(ValueError, match="null block|aisle"):
+    with pytest.raises(ValueError, match=r"null block|aisle"):
         BlockPool(blocks, aisle)

@@ -156,17 +156,23 @@ def test_a_session_larger_than_the_pool_is_an_error_that_loses_nothing() -> None
     cache = make_cache(1, policy=WindowPolicy(40))
     cache_small = KVCache(GEOMETRY, WindowPolicy(40), replace(cache.budget, blocks=5), CPU)
     session = cache_small.session("robot")
-    with pytest.raises(OutOfBlocks, match="6 blocks needed, 4 free"), cache_small.call(session):
-        with cache_small.lease(session, 0, 6):
-            pass
+    with (
+        pytest.raises(OutOfBlocks, match="6 blocks needed, 4 free"),
+        cache_small.call(session),
+        cache_small.lease(session, 0, 6),
+    ):
+        pass
     assert cache_small.report().blocks_free == 4
 
 
 def test_two_calls_at_once_are_refused() -> None:
     cache = make_cache(2)
-    with cache.call(cache.session("a")), pytest.raises(RuntimeError, match="'a' is in a call"):
-        with cache.call(cache.session("b")):
-            pass
+    with (
+        cache.call(cache.session("a")),
+        pytest.raises(RuntimeError, match="'a' is in a call"),
+        cache.call(cache.session("b")),
+    ):
+        pass
 
 
 def test_equal_prompts_are_held_once_and_freed_with_the_last_user() -> None:

@@ -1,0 +1,88 @@
+"""The policy as the server uses it: sessions by id, failures kept to themselves, the instrument."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.embodiment import Observation
+from engine.policy import Policy, load_policy
+from engine.settings import EngineSettings
+from tests.test_checkpoint import observation
+
+
+@pytest.fixture(scope="module")
+def shared_policy() -> Policy:
+    said: list[str] = []
+    policy = load_policy(EngineSettings(device="cpu", steps=2), said.append)
+    assert said == ["reading checkpoint tiny", "loading weights", "sizing the KV cache"]
+    return policy
+
+
+@pytest.fixture
+def policy(shared_policy: Policy) -> Iterator[Policy]:
+    yield shared_policy
+    for name in ("a", "b"):
+        shared_policy.end_session(name)
+
+
+def four_frames() -> Observation:
+    one = observation()
+    return replace(one, views={name: np.repeat(frames, 4, axis=0) for name, frames in one.views.items()})
+
+
+def test_a_chunk_is_24_actions_of_8_and_the_same_for_the_same_episode(policy: Policy) -> None:
+    chunks = [policy.infer(name, view()) for view in (observation, four_frames) for name in ("a", "b")]
+    assert all((c.actions.shape, c.actions.dtype) == ((24, 8), np.float32) for c in chunks)
+    assert all(np.isfinite(c.actions).all() for c in chunks)
+    np.testing.assert_array_equal(chunks[0].actions, chunks[1].actions)
+    np.testing.assert_array_equal(chunks[2].actions, chunks[3].actions)
+    assert set(chunks[0].seconds) == {"encode", "prefill", "denoise"}
+
+
+def test_ending_a_session_gives_everything_back_and_starts_a_new_episode(policy: Policy) -> None:
+    first = policy.infer("a", observation()).actions
+    policy.infer("a", four_frames())
+    assert policy.stats().sessions == 1
+    assert policy.stats().blocks_used == 2 * 3
+    policy.end_session("a")
+    policy.end_session("never seen")
+    stats = policy.stats()
+    assert (stats.sessions, stats.blocks_used, stats.blocks_free) == (0, 0, stats.blocks_total)
+    np.testing.assert_array_equal(policy.infer("a", observation()).actions, first)
+
+
+def test_a_changed_prompt_restarts_the_window(policy: Policy) -> None:
+    policy.infer("a", observation())
+    policy.infer("a", four_frames())
+    policy.infer("a", replace(four_frames(), prompt="open the drawer"))
+    assert policy.kv_report().blocks_by_session["a"] == 2 * 1
+
+
+def test_running_out_of_memory_can_be_helped_by_idle_sessions(policy: Policy) -> None:
+    policy.infer("a", observation())
+    policy.free_caches()
+    assert policy.stats().blocks_used == 0
+    assert policy.stats().evictions == 1
+    assert policy.infer("a", four_frames()).actions.shape == (24, 8)
+
+
+def test_what_is_served_is_said_in_json(policy: Policy) -> None:
+    info = json.loads(json.dumps(policy.info()))
+    assert info["checkpoint"] == "tiny"
+    assert info["trained"] is False
+    assert info["attention_backend"] == "sdpa"
+    assert (info["action_horizon"], info["window_frames"]) == (24, 9)
+    assert info["sizes"]["dit"]["dim"] == 128
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_policy_runs_in_bfloat16_on_cuda() -> None:
+    policy = load_policy(EngineSettings(device="cuda", steps=2), lambda _: None)
+    assert policy.info()["dtype"] == "bfloat16"
+    for view in (observation(), four_frames(), four_frames()):
+        assert np.isfinite(policy.infer("a", view).actions).all()

@@ -1,0 +1,189 @@
+"""Sessions in one pool: each gets what it would have got alone, under pressure too, and after a failure."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.rollout import Prediction
+from engine.session import Session
+from tests.golden import TOLERANCE, Engine, Golden, Report, build_engine, run_call
+from tests.kv import fixed_bytes, session_bytes
+
+FILES = Path(__file__).parent / "golden_files"
+NAMES = ("session", "prompt_change", "session_switch")
+
+
+@pytest.fixture(scope="module")
+def goldens() -> dict[str, Golden]:
+    files = {name: Golden(FILES / f"{name}.safetensors") for name in NAMES}
+    first = files["session"]
+    for golden in files.values():  # one engine serves them all
+        assert (golden.config, golden.runtime, golden.statistics) == (first.config, first.runtime, first.statistics)
+    return files
+
+
+@pytest.fixture(scope="module")
+def engine(goldens: dict[str, Golden]) -> Engine:
+    return build_engine(goldens["session"])
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine, goldens: dict[str, Golden]) -> dict[tuple[str, int], Prediction]:
+    """What every call gives when its session has the engine to itself."""
+    results = {}
+    for name, golden in goldens.items():
+        robot = Robot(engine, golden, name)
+        results |= {(name, index): robot.call() for index in range(len(golden.calls))}
+        robot.leave()
+    return results
+
+
+class Robot:
+    """Sends a golden file's calls, one after the other, and holds them against the file."""
+
+    def __init__(self, engine: Engine, golden: Golden, name: str) -> None:
+        self.engine, self.golden, self.name = engine, golden, name
+        self.report = Report()
+        self.next = 0
+        self.session = Session(engine.cache.session(name))
+
+    def call(self) -> Prediction:
+        if self.golden.calls[self.next]["new_session"]:
+            self.leave()
+            self.session = Session(self.engine.cache.session(self.name))
+        self.next += 1
+        return run_call(self.engine, self.golden, self.session, self.next - 1, self.report)
+
+    def leave(self) -> None:
+        self.engine.cache.forget(self.name)
+
+
+def same(a: Prediction, b: Prediction) -> bool:
+    """Bit for bit."""
+    return torch.equal(a.video_latents, b.video_latents) and torch.equal(a.action_latents, b.action_latents)
+
+
+def with_room_for(sessions: int, engine: Engine) -> Engine:
+    """The same model over a pool for so many sessions."""
+    geometry, policy = engine.cache.geometry, engine.cache.policy
+    return engine.with_cache(fixed_bytes(geometry) + sessions * session_bytes(geometry, policy))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_interleaved_sessions_get_bit_for_bit_what_they_get_alone(seed: int, engine, goldens, alone) -> None:
+    shared = with_room_for(3, engine)
+    robots = {name: Robot(shared, golden, name) for name, golden in goldens.items()}
+    order = [name for name, golden in goldens.items() for _ in golden.calls]
+    random.Random(seed).shuffle(order)
+    for name in order:
+        index = robots[name].next
+        assert same(robots[name].call(), alone[name, index]), (name, index, order)
+    assert all(robot.report.clean(TOLERANCE) for robot in robots.values())
+    assert shared.cache.report().evictions == 0
+
+
+def test_sessions_in_pieces_get_the_same_bits(engine, goldens, alone) -> None:
+    """Windows that are not one run are gathered, and nothing else changes."""
+    shared = with_room_for(2, engine)
+    # Others hold a block here and there: five sessions with a frame each leave no free aisle.
+    for other in range(5):
+        kv = shared.cache.session(other)
+        with shared.cache.call(kv), shared.cache.lease(kv, 0, 1, commit=True):
+            pass
+    robot = Robot(shared, goldens["session"], "session")
+    for index in range(4):
+        assert same(robot.call(), alone["session", index])
+    report = shared.cache.report()
+    assert report.gathered > 0
+    assert report.evictions == 0
+
+
+def test_an_evicted_session_restarts_as_if_its_window_had_ended(engine, goldens) -> None:
+    shared = with_room_for(1, engine)
+    a, b = Robot(shared, goldens["session"], "a"), Robot(shared, goldens["prompt_change"], "b")
+    a.call(), b.call()
+    assert a.session.kv.resident_frames == 0, "the pool holds one session, and b came last"
+    evicted = a.call()
+
+    alone = Robot(engine, goldens["session"], "reference")
+    alone.call()
+    alone.session.start_frame = engine.checkpoint.config.dit.window_frames  # the window ends here
+    assert same(evicted, alone.call())
+    alone.leave()
+
+
+def test_an_eviction_at_a_restart_gives_the_golden_numbers(engine, goldens) -> None:
+    """The fifth call restarts in the golden file; eviction just before it changes nothing."""
+    shared = with_room_for(1, engine)
+    a, b = Robot(shared, goldens["session"], "a"), Robot(shared, goldens["prompt_change"], "b")
+    a.next = 3
+    a.call(), b.call()
+    assert a.session.kv.resident_frames == 0
+    a.report = Report()
+    a.call()
+    assert a.report.clean(TOLERANCE), a.report
+
+
+class Injected(Exception):
+    """The failure that a test puts into a forward."""
+
+
+class FailAt:
+    """Raises at the n-th forward of one layer's feed-forward, after its K/V have been written."""
+
+    def __init__(self, engine: Engine, layer: int, forward: int) -> None:
+        self._left = forward
+        self._handle = engine.model.dit.blocks[layer].ffn.register_forward_pre_hook(self._hook)
+
+    def _hook(self, *_: object) -> None:
+        self._left -= 1
+        if self._left < 0:
+            self._handle.remove()
+            raise Injected
+
+
+@pytest.fixture(scope="module")
+def quick() -> Engine:
+    """Two steps a call and a short image conditioning: what counts here is where a failure is put."""
+    golden = Golden(FILES / "session.safetensors")
+    golden.config["action_head_cfg"]["config"]["num_frames"] = 9
+    golden.runtime["num_inference_steps"] = 2
+    return build_engine(golden)
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("forward", [0, 1, 2, 3, 5], ids=["prefill+", "prefill-", "denoise+", "denoise-", "step2-"])
+@pytest.mark.parametrize("calls_before", [0, 1], ids=["restart", "continue"])
+def test_a_forward_that_raises_leaves_the_pool_as_before_and_the_session_restarts(
+    quick: Engine, goldens, reference, layer: int, forward: int, calls_before: int
+) -> None:
+    bystander, robot = (Robot(quick, goldens["session"], name) for name in ("bystander", "robot"))
+    bystander_windows = bystander.session.kv.blocks
+    for _ in range(calls_before):
+        robot.call()
+    before = quick.cache.report()
+    FailAt(quick, layer, forward)
+    with pytest.raises(Injected):
+        robot.call()
+    after = quick.cache.report()
+    assert (after.blocks_free, after.blocks_by_session) == (before.blocks_free, before.blocks_by_session)
+    assert bystander.session.kv.blocks == bystander_windows
+
+    robot.next -= 1  # the robot sends the observation again
+    prediction = robot.call()
+    assert robot.session.start_frame == 3, "a fresh window"
+    assert same(prediction, reference[calls_before])
+    robot.leave(), bystander.leave()
+
+
+@pytest.fixture(scope="module")
+def reference(quick: Engine, goldens) -> list[Prediction]:
+    """Call 0, and call 1 of a session whose window ended before it."""
+    robot = Robot(quick, goldens["session"], "reference")
+    first = robot.call()
+    robot.session.start_frame = quick.checkpoint.config.dit.window_frames
+    second = robot.call()
+    robot.leave()
+    return [first, second]
