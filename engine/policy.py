@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from engine.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import ModelConfig
-from engine.embodiment import Embodiment, Observation, StatisticsError, read_range
+from engine.embodiment import Embodiment, Observation, read_range
 from engine.model import load_model
 from engine.rollout import Rollout, RolloutSettings
 from engine.session import Session
@@ -124,7 +124,7 @@ def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Poli
     """
     try:
         return _load_policy(settings, report)
-    except (CheckpointError, StatisticsError, NotEnoughMemory, ValueError) as error:
+    except (ValueError, NotEnoughMemory) as error:
         raise PolicyLoadError(str(error)) from error
 
 

@@ -131,9 +131,10 @@ def test_rotation_depends_on_relative_position_alone() -> None:
     rope = Rope(head_dim=32, rows=2, columns=3, block_frames=2, block_actions=24, block_states=1)
     q, k = torch.randn(2, 1, 6, 1, 32)
     cpu = torch.device("cpu")
-    products = [
-        torch.einsum("blhd,bmhd->lm", rotate(q, rope.rotation(s, 1, False, cpu)), rotate(k, rope.rotation(s + 2, 1, False, cpu)))
-        for s in (0, 5)
-    ]  # fmt: skip
+    products = []
+    for start in (0, 5):
+        turned_q = rotate(q, rope.rotation(start, 1, False, cpu))
+        turned_k = rotate(k, rope.rotation(start + 2, 1, False, cpu))
+        products.append(torch.einsum("blhd,bmhd->lm", turned_q, turned_k))
     torch.testing.assert_close(*products, atol=1e-4, rtol=1e-4)
     assert rope.rotation(1, 2, True, cpu).cos.shape == (2 * 6 + 25, 1, 16)
