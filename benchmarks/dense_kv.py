@@ -1,0 +1,73 @@
+"""The dense way to keep self-attention K/V, for comparison: one tensor a layer, grown by `cat`, cut by slicing.
+
+It stands in for the pool behind the same interface, so that everything else of a chunk is the same code.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kv_cache.attention import AttentionPlan
+from kv_cache.cache import KVCache, SessionKV
+
+
+@dataclass(frozen=True)
+class _Lease:
+    branch: int
+    registers: int
+    commit: bool
+
+
+@dataclass
+class _DenseLayer:
+    """One layer's windows by branch, each K and V of (1, tokens, heads, head_dim)."""
+
+    leases: dict[int, _Lease]  # by id of the plan, shared by all layers
+    window_tokens: int
+    windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        """Attend over the window, the current frames and the register; keep the frames where the lease commits."""
+        lease = self.leases[id(plan)]
+        video = k.shape[1] - lease.registers
+        past_k, past_v = self.windows.get(lease.branch, (k[:, :0], v[:, :0]))
+        window_k = torch.cat([past_k, k[:, :video]], dim=1)[:, -self.window_tokens :]
+        window_v = torch.cat([past_v, v[:, :video]], dim=1)[:, -self.window_tokens :]
+        if lease.commit:
+            self.windows[lease.branch] = (window_k, window_v)
+        keys = torch.cat([window_k, k[:, video:]], dim=1).transpose(1, 2)
+        values = torch.cat([window_v, v[:, video:]], dim=1).transpose(1, 2)
+        return scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2).contiguous()
+
+
+class DenseKVCache(KVCache):
+    """A KV cache for one session that keeps the account of blocks but stores K/V densely."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache.geometry, cache.policy, cache.budget, torch.device("cpu"))
+        tokens = cache.policy.capacity * cache.geometry.frame_tokens
+        self._leases: dict[int, _Lease] = {}
+        self._dense = [_DenseLayer(self._leases, tokens) for _ in range(cache.geometry.layers)]
+        self.paged.layers = self._dense  # type: ignore[assignment]
+
+    @contextmanager
+    def lease(
+        self, session: SessionKV, branch: int, frames: int, registers: int = 0, commit: bool = False
+    ) -> Iterator[AttentionPlan]:
+        """As KVCache.lease; the layers know the plan while it lasts."""
+        with super().lease(session, branch, frames, registers, commit) as plan:
+            self._leases[id(plan)] = _Lease(branch, registers, commit)
+            try:
+                yield plan
+            finally:
+                del self._leases[id(plan)]
+
+    def restart(self, session: SessionKV) -> None:
+        """As KVCache.restart; the dense windows go too."""
+        super().restart(session)
+        for layer in self._dense:
+            layer.windows.clear()
