@@ -15,10 +15,11 @@ from engine.rollout import Rollout, RolloutSettings
 from engine.session import Session
 from engine.settings import EngineSettings
 from engine.step_cache import parse_step_cache
+from engine.trial import activation_bytes
 from kv_cache.attention import choose_backend
 from kv_cache.cache import KVCache, KVReport
 from kv_cache.paged_kv import KVGeometry
-from kv_cache.sizing import NotEnoughMemory, kv_bytes_available, plan_budget
+from kv_cache.sizing import NotEnoughMemory, kv_bytes_available, one_session_bytes, plan_budget
 from kv_cache.window import WindowPolicy
 
 logger = logging.getLogger(__name__)
@@ -145,29 +146,32 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     model = load_model(checkpoint.config, checkpoint.fetch, device, dtype)
     if unused := checkpoint.entries - model.entry_names():
         logger.info("%d of %d checkpoint entries are not used", len(unused), len(checkpoint.entries))
-    report("sizing the KV cache")
-    available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes)
-    cache = build_cache(checkpoint.config, available, device, dtype, backend)
-    rollout = Rollout(
-        model,
-        cache,
-        checkpoint.tokenizer,
-        RolloutSettings(
-            steps=settings.steps,
-            guidance_scale=settings.guidance_scale,
-            sigma_shift=settings.sigma_shift,
-            seed=settings.seed,
-            step_cache=step_cache,
-        ),
+    rollout_settings = RolloutSettings(
+        steps=settings.steps,
+        guidance_scale=settings.guidance_scale,
+        sigma_shift=settings.sigma_shift,
+        seed=settings.seed,
+        step_cache=step_cache,
     )
-    return Policy(checkpoint, rollout, cache, embodiment)
+
+    def serve_from(kv_bytes: int) -> tuple[Rollout, KVCache]:
+        cache = build_cache(checkpoint.config, kv_bytes, device, dtype, backend)
+        return Rollout(model, cache, checkpoint.tokenizer, rollout_settings), cache
+
+    report("sizing the KV cache")
+    activations = 0
+    if device.type == "cuda" and settings.kv_bytes is None:
+        least = one_session_bytes(kv_geometry(checkpoint.config, dtype), _window(checkpoint.config))
+        rollout, cache = serve_from(least)
+        activations = activation_bytes(rollout, cache.session("trial"))
+        del rollout, cache
+    available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved=activations)
+    return Policy(checkpoint, *serve_from(available), embodiment)
 
 
-def build_cache(
-    config: ModelConfig, available: int, device: torch.device, dtype: torch.dtype, backend: str = "sdpa"
-) -> KVCache:
-    """A KV cache for a model, within `available` bytes. Raises NotEnoughMemory where not one session fits."""
-    geometry = KVGeometry(
+def kv_geometry(config: ModelConfig, dtype: torch.dtype) -> KVGeometry:
+    """What a model's K/V look like."""
+    return KVGeometry(
         layers=config.dit.num_layers,
         heads=config.dit.num_heads,
         head_dim=config.dit.head_dim,
@@ -178,7 +182,13 @@ def build_cache(
         image_tokens=config.image.tokens,
         dtype=dtype,
     )
-    policy = WindowPolicy(config.dit.window_frames)
+
+
+def build_cache(
+    config: ModelConfig, available: int, device: torch.device, dtype: torch.dtype, backend: str = "sdpa"
+) -> KVCache:
+    """A KV cache for a model, within `available` bytes. Raises NotEnoughMemory where not one session fits."""
+    geometry, policy = kv_geometry(config, dtype), _window(config)
     budget = plan_budget(geometry, policy, available)
     logger.info(
         "KV cache: %d blocks of %.1f MiB, %.1f MiB with cross-attention, room for %d sessions, attention by %s",
@@ -189,6 +199,10 @@ def build_cache(
         backend,
     )
     return KVCache(geometry, policy, budget, device, backend)
+
+
+def _window(config: ModelConfig) -> WindowPolicy:
+    return WindowPolicy(config.dit.window_frames)
 
 
 def _device(name: str) -> torch.device:

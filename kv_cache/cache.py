@@ -180,7 +180,7 @@ class KVCache:
         if held.prompt == prompt:
             return
         if prompt not in self._text:
-            self._make_cross_room(self.geometry.text_tokens * self.geometry.token_bytes)
+            self._make_cross_room(self.geometry.text_bytes)
         text = self._text.acquire(prompt, compute)
         if held.prompt is not None:
             self._text.release(held.prompt)
@@ -189,7 +189,7 @@ class KVCache:
     def publish_image(self, session: SessionKV, compute: Callable[[], LayerKV]) -> None:
         """Give the session its image half. All or nothing: where `compute` raises, there is none."""
         session._image = None
-        self._make_cross_room(self.geometry.image_tokens * self.geometry.token_bytes)
+        self._make_cross_room(self.geometry.image_bytes)
         session._image = compute()
 
     def keep_text(self, prompt: bytes, compute: Callable[[], LayerKV]) -> None:

@@ -42,6 +42,16 @@ class KVGeometry:
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
     @property
+    def text_bytes(self) -> int:
+        """Bytes of a prompt's cross-attention half."""
+        return self.text_tokens * self.token_bytes
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of an image's cross-attention half."""
+        return self.image_tokens * self.token_bytes
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one latent frame's K and V over all layers."""
         return self.frame_tokens * self.token_bytes

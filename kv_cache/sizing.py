@@ -47,19 +47,33 @@ def plan_budget(geometry: KVGeometry, policy: WindowPolicy, available: int) -> K
 
     Raises NotEnoughMemory where not even one session fits.
     """
-    text = geometry.text_tokens * geometry.token_bytes
-    image = geometry.image_tokens * geometry.token_bytes
-    fixed = geometry.block_bytes + text
-    session = geometry.session_blocks(policy) * geometry.block_bytes + text + image
+    fixed, session = _fixed_bytes(geometry), _session_bytes(geometry, policy)
     sessions = (available - fixed) // session
     if sessions < 1:
         raise NotEnoughMemory(
-            f"K/V memory of {_mib(available)} is too little: one session needs {_mib(fixed + session)} "
-            f"({geometry.session_blocks(policy) + 1} blocks of {_mib(geometry.block_bytes)}, "
-            f"cross-attention {_mib(2 * text + image)})"
+            f"K/V memory of {_mib(available)} is too little: one session needs {_mib(fixed + session)}, of it "
+            f"{geometry.session_blocks(policy) + 1} blocks of {_mib(geometry.block_bytes)}"
         )
-    blocks = 1 + sessions * geometry.session_blocks(policy)
-    return KVBudget(blocks=blocks, cross_bytes=text + sessions * (text + image), sessions=sessions)
+    text, image = geometry.text_bytes, geometry.image_bytes
+    return KVBudget(
+        blocks=1 + sessions * geometry.session_blocks(policy),
+        cross_bytes=text + sessions * (text + image),
+        sessions=sessions,
+    )
+
+
+def one_session_bytes(geometry: KVGeometry, policy: WindowPolicy) -> int:
+    """The least that `plan_budget` can do with."""
+    return _fixed_bytes(geometry) + _session_bytes(geometry, policy)
+
+
+def _fixed_bytes(geometry: KVGeometry) -> int:
+    return geometry.block_bytes + geometry.text_bytes
+
+
+def _session_bytes(geometry: KVGeometry, policy: WindowPolicy) -> int:
+    blocks = geometry.session_blocks(policy) * geometry.block_bytes
+    return blocks + geometry.text_bytes + geometry.image_bytes
 
 
 def _mib(size: int) -> str:

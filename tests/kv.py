@@ -16,20 +16,15 @@ POLICY = WindowPolicy(9)
 CPU = torch.device("cpu")
 
 
-def session_bytes(geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> int:
-    """What one session needs at most, cross-attention with it."""
-    tokens = geometry.text_tokens + geometry.image_tokens
-    return geometry.session_blocks(policy) * geometry.block_bytes + tokens * geometry.token_bytes
-
-
-def fixed_bytes(geometry: KVGeometry = GEOMETRY) -> int:
-    """What is needed beside the sessions: the null block and the permanent prompt."""
-    return geometry.block_bytes + geometry.text_tokens * geometry.token_bytes
+def bytes_for(sessions: int, geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> int:
+    """What so many full sessions need at least: the null block, the permanent prompt, and each session's own."""
+    session = geometry.session_blocks(policy) * geometry.block_bytes + geometry.text_bytes + geometry.image_bytes
+    return geometry.block_bytes + geometry.text_bytes + sessions * session
 
 
 def make_cache(sessions: int, geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> KVCache:
     """A cache with room for exactly `sessions` sessions."""
-    budget = plan_budget(geometry, policy, fixed_bytes(geometry) + sessions * session_bytes(geometry, policy))
+    budget = plan_budget(geometry, policy, bytes_for(sessions, geometry, policy))
     assert budget.sessions == sessions
     return KVCache(geometry, policy, budget, CPU)
 

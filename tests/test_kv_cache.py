@@ -9,9 +9,15 @@ import torch
 from kv_cache.block_pool import OutOfBlocks
 from kv_cache.cache import KVCache
 from kv_cache.cross_kv import TextKV
-from kv_cache.sizing import CPU_DEFAULT_BYTES, NotEnoughMemory, kv_bytes_available, plan_budget
+from kv_cache.sizing import (
+    CPU_DEFAULT_BYTES,
+    NotEnoughMemory,
+    kv_bytes_available,
+    one_session_bytes,
+    plan_budget,
+)
 from kv_cache.window import Overflow, WindowPolicy
-from tests.kv import CPU, GEOMETRY, POLICY, fixed_bytes, layer_kv, make_cache, run_call, session_bytes
+from tests.kv import CPU, GEOMETRY, POLICY, bytes_for, layer_kv, make_cache, run_call
 
 
 def check_accounts(cache: KVCache) -> None:
@@ -21,12 +27,14 @@ def check_accounts(cache: KVCache) -> None:
 
 
 def test_sizing_counts_window_current_frames_scratch_and_the_null_block() -> None:
-    one = fixed_bytes() + session_bytes()
+    one = bytes_for(1)
+    assert one == one_session_bytes(GEOMETRY, POLICY)
     budget = plan_budget(GEOMETRY, POLICY, one)
     assert budget.blocks == 1 + 2 * (9 + 2 + 1)
     assert budget.sessions == 1
-    assert plan_budget(GEOMETRY, POLICY, one + session_bytes()).sessions == 2
-    with pytest.raises(NotEnoughMemory, match=r"one session needs .* MiB \(25 blocks of"):
+    assert plan_budget(GEOMETRY, POLICY, bytes_for(2)).sessions == 2
+    assert plan_budget(GEOMETRY, POLICY, bytes_for(2) - 1).sessions == 1
+    with pytest.raises(NotEnoughMemory, match=r"one session needs .* MiB, of it 25 blocks of"):
         plan_budget(GEOMETRY, POLICY, one - 1)
 
 

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.builtin import BUILTIN_CONFIGS
+from engine.config import parse_config
 from engine.embodiment import Observation
-from engine.policy import Policy, load_policy
+from engine.policy import Policy, build_cache, load_policy
 from engine.settings import EngineSettings
+from engine.trial import trial_calls
+from tests.golden import FILES, Golden, build_engine
 from tests.test_checkpoint import observation
 
 
@@ -79,10 +83,28 @@ def test_what_is_served_is_said_in_json(policy: Policy) -> None:
     assert info["sizes"]["dit"]["dim"] == 128
 
 
+def test_one_log_line_says_what_the_pool_holds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="engine.policy")
+    config = parse_config(BUILTIN_CONFIGS["mid"])
+    build_cache(config, 2**29, torch.device("cpu"), torch.float32)
+    (line,) = caplog.messages
+    assert line == (
+        "KV cache: 48 blocks of 6.9 MiB, 400.9 MiB with cross-attention, room for 2 sessions, attention by sdpa"
+    )
+
+
+def test_trial_calls_see_a_restart_and_a_continued_window() -> None:
+    engine = build_engine(Golden(FILES[0]))
+    kv = engine.cache.session("trial")
+    trial_calls(engine.rollout, kv)
+    assert kv.resident_frames == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_policy_runs_in_bfloat16_on_cuda() -> None:
     policy = load_policy(EngineSettings(device="cuda", steps=2), lambda _: None)
     assert policy.info()["dtype"] == "bfloat16"
+    assert policy.stats().sessions == 0, "the trial call has left nothing"
     for view in (observation(), four_frames(), four_frames()):
         assert np.isfinite(policy.infer("a", view).actions).all()

@@ -9,7 +9,7 @@ import torch
 from engine.rollout import Prediction
 from engine.session import Session
 from tests.golden import TOLERANCE, Engine, Golden, Report, build_engine, run_call
-from tests.kv import fixed_bytes, session_bytes
+from tests.kv import bytes_for
 
 FILES = Path(__file__).parent / "golden_files"
 NAMES = ("session", "prompt_change", "session_switch")
@@ -67,8 +67,7 @@ def same(a: Prediction, b: Prediction) -> bool:
 
 def with_room_for(sessions: int, engine: Engine) -> Engine:
     """The same model over a pool for so many sessions."""
-    geometry, policy = engine.cache.geometry, engine.cache.policy
-    return engine.with_cache(fixed_bytes(geometry) + sessions * session_bytes(geometry, policy))
+    return engine.with_cache(bytes_for(sessions, engine.cache.geometry, engine.cache.policy))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

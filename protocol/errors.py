@@ -1,0 +1,69 @@
+"""What can be wrong with a frame, said so that a client's author can act on it, and short whatever the client sent."""
+
+import numpy as np
+
+_LONGEST_QUOTE = 40
+
+
+class CodecError(ValueError):
+    """A frame that cannot be decoded, or a value that cannot be encoded.
+
+    str() names the place ("observation/joint_position.shape[1]: ...") and what was expected there.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.path = ""
+
+    def inside(self, place: str | int) -> "CodecError":
+        """Put the map key or list index that holds the faulty value in front of the path; returns self."""
+        step = f"[{place}]" if isinstance(place, int) else shortened(place)
+        joint = "." if self.path and not self.path.startswith("[") else ""
+        self.path = f"{step}{joint}{self.path}"
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}" if self.path else self.problem
+
+
+class RequestError(ValueError):
+    """A message that decodes but is not a valid request.
+
+    key: the message's key at fault. expected: what belongs there. found: what came, cut short.
+    """
+
+    def __init__(self, key: str, expected: str, found: str) -> None:
+        super().__init__(f"{key}: expected {expected}, found {found}")
+        self.key = key
+        self.expected = expected
+        self.found = found
+
+
+def shortened(text: str) -> str:
+    """Text on one line: control characters escaped, the tail cut."""
+    cut = text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 3] + "..."
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+
+
+def described(value: object) -> str:
+    """A value's kind, and the value itself where that is short: "float32 array of shape (3,)", "text 'abc'"."""
+    match value:
+        case np.ndarray():
+            return f"{value.dtype} array of shape {value.shape}"
+        case np.generic():
+            return f"{value.dtype} scalar {value}"
+        case str():
+            return f"text {shortened(value)!r}"
+        case bytes() | memoryview():
+            return f"{len(value)} raw bytes"
+        case dict():
+            return f"a map of {len(value)} entries"
+        case list():
+            return f"a list of {len(value)} entries"
+        case None:
+            return "nil"
+        case bool() | int() | float():
+            return f"{type(value).__name__} {value}"
+        case _:
+            return type(value).__name__
