@@ -70,12 +70,12 @@ def attend(
     q, k, v: (1, L, heads, head_dim), RoPE applied. k_cache, v_cache: (blocks, S, heads, head_dim), one layer's pool,
     written in place. Returns (1, L, heads, head_dim).
     """
-    return _write_and_attend(
+    attention: Tensor = torch.ops.kv_cache.write_and_attend(
         q, k, v, k_cache, v_cache, plan.slots, plan.table, plan.visible, plan.extent, backend
-    )  # fmt: skip
+    )
+    return attention
 
 
-@torch.library.custom_op("kv_cache::write_and_attend", mutates_args=("k_cache", "v_cache"))
 def _write_and_attend(
     q: Tensor,
     k: Tensor,
@@ -106,8 +106,7 @@ def _write_and_attend(
     return _sdpa(q, keys, values)
 
 
-@_write_and_attend.register_fake
-def _(
+def _shape_of_result(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -120,6 +119,17 @@ def _(
     backend: str,
 ) -> Tensor:
     return torch.empty_like(q)
+
+
+# Defined by hand: `torch.library.custom_op` would do the same, at three times the cost of a call.
+_library = torch.library.Library("kv_cache", "DEF")
+_library.define(
+    "write_and_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
+    "Tensor table, Tensor visible, Tensor extent, str backend) -> Tensor"
+)
+for _dispatch_key in ("CPU", "CUDA"):
+    _library.impl("write_and_attend", _write_and_attend, _dispatch_key)
+torch.library.register_fake("kv_cache::write_and_attend", _shape_of_result, lib=_library)
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
