@@ -208,6 +208,16 @@ def test_equal_prompts_are_held_once_and_freed_with_the_last_user() -> None:
     assert (cache.report().prompts, cache.report().cross_bytes) == (1, one)
 
 
+def test_the_image_half_is_held_once_for_both_branches() -> None:
+    cache = make_cache(1)
+    session = cache.session("robot")
+    computed = []
+    with cache.call(session):
+        cache.publish_image(session, lambda: computed.append(1) or layer_kv(4))  # type: ignore[func-returns-value]
+    assert len(computed) == 1
+    assert cache.report().cross_bytes == GEOMETRY.image_bytes
+
+
 def test_a_restart_keeps_the_text_half_and_drops_the_image_half() -> None:
     cache = make_cache(1)
     session = cache.session("robot")
