@@ -1,0 +1,325 @@
+"""The thread that owns the device: jobs in, futures out, one at a time, in order.
+
+The policy is loaded, run and dropped on this thread and nowhere else. Calls, resets and session ends share one
+queue, so nothing overtakes or interleaves with a forward. Work that can wait has a queue of its own, which has its
+turn, one piece at a time, when the other is empty.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.embodiment import Observation
+
+if TYPE_CHECKING:  # the loop itself must start, and say that it loads, before torch is imported
+    from engine.policy import Chunk, Policy, PolicyStats
+    from engine.recording import Recorder
+
+log = logging.getLogger(__name__)
+
+LoadPolicy = Callable[[Callable[[str], None]], "Policy"]
+
+_OUT_OF_MEMORY_CALLS_TO_GIVE_UP = 3
+
+
+class EngineBusy(RuntimeError):
+    """As many calls wait as may wait; this one was not queued."""
+
+
+class EngineStopped(RuntimeError):
+    """The engine runs no more jobs: it was stopped, or it died."""
+
+
+@dataclass(frozen=True)
+class TimedChunk:
+    """A call's result. wait_seconds: in the queue. infer_seconds: on the engine's thread, a retry included."""
+
+    chunk: Chunk
+    wait_seconds: float
+    infer_seconds: float
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """waiting: calls in the queue. running: whether a job is on the device. policy: None until it is loaded."""
+
+    waiting: int
+    running: bool
+    policy: PolicyStats | None
+
+
+@dataclass(eq=False)
+class _Job:
+    run: Callable[[Policy], Any]
+    is_call: bool
+    future: Future[Any] = field(default_factory=Future)
+
+
+class EngineLoop:
+    """Runs a policy's jobs first come, first served.
+
+    load: makes the policy; called on the engine's thread with a function that takes what loading is doing, in words.
+    max_queue: how many calls may wait behind the running one. recorder: is given each call's result and each session's
+    end, and the time that no call wants.
+
+    Two futures tell how the thread fares: `loaded` gives the policy's `info()`; `finished` gives None after an
+    orderly stop, and the error when loading failed or the thread died of something that no later call can survive.
+    """
+
+    def __init__(self, load: LoadPolicy, *, max_queue: int, recorder: Recorder | None = None) -> None:
+        self.loaded: Future[dict[str, object]] = Future()
+        self.finished: Future[None] = Future()
+        for outcome in (self.loaded, self.finished):
+            outcome.set_running_or_notify_cancel()  # a waiter that gives up must not cancel it for the others
+        self._load = load
+        self._max_queue = max_queue
+        self._recorder = recorder
+        self._jobs: deque[_Job] = deque()
+        self._spare: deque[_Job] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._stopped = False
+        self._running = False
+        self._not_ready: str | None = "starting"
+        self._out_of_memory_calls = 0
+        self._policy: Policy | None = None
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which begins to load. Call it once."""
+        self._thread.start()
+        if self._recorder is not None:
+            self._recorder.finished.add_done_callback(self._recorded)
+            self._recorder.start(self.spare)
+
+    @property
+    def not_ready(self) -> str | None:
+        """None when calls are served, else why not (or not for certain), in words."""
+        return self._not_ready
+
+    def infer(self, session_id: str, observation: Observation) -> Future[TimedChunk]:
+        """Queue one call of the policy. A future that is cancelled while it waits is never run.
+
+        Raises EngineBusy when `max_queue` calls wait already, EngineStopped after `stop` or the thread's death. The
+        future raises what the policy raised, or EngineStopped.
+        """
+        queued_at = time.monotonic()
+
+        def run(policy: Policy) -> TimedChunk:
+            started_at = time.monotonic()
+            chunk = self._infer(policy, session_id, observation)
+            if self._recorder is not None:
+                self._recorder.add(session_id, chunk)
+            return TimedChunk(chunk, started_at - queued_at, time.monotonic() - started_at)
+
+        return self._submit(_Job(run, is_call=True))
+
+    def end_session(self, session_id: str) -> Future[None]:
+        """Queue the end of a session; never refused for a full queue. Raises EngineStopped as `infer` does."""
+
+        def run(policy: Policy) -> None:
+            policy.end_session(session_id)
+            if self._recorder is not None:
+                self._recorder.finish(session_id)
+
+        return self._submit(_Job(run, is_call=False))
+
+    def spare(self, run: Callable[[Policy], Any]) -> Future[Any]:
+        """Queue a small piece of work for when nothing else waits, after `stop` with draining too.
+
+        Raises EngineStopped after `stop` without it or the thread's death. The future raises what `run` raised, or
+        EngineStopped.
+        """
+        job = _Job(run, is_call=False)
+        with self._wake:
+            if self._stopped:
+                raise EngineStopped(self._not_ready)
+            self._spare.append(job)
+            self._wake.notify()
+        return job.future
+
+    def stats(self) -> LoopStats:
+        """What waits, what runs, what the policy holds. Cheap, from any thread."""
+        policy = self._policy
+        with self._wake:
+            waiting = self._waiting()
+        return LoopStats(waiting, self._running, policy.stats() if policy is not None else None)
+
+    def stop(self, *, drain: bool) -> None:
+        """Take no more jobs. The running one finishes; waiting ones still run if `drain`, else get EngineStopped.
+
+        With `drain`, what is being recorded is written to its end too.
+        Returns at once; `finished` tells the end. May be called again, to give up draining.
+        """
+        with self._wake:
+            self._stopping = True
+            self._not_ready = "shutting down"
+            dropped = [] if drain else self._drop_all()
+            self._wake.notify()
+        _fail(dropped, "the server is shutting down")
+
+    def join(self, timeout: float) -> bool:
+        """Whether the thread has ended, or does so within `timeout` seconds. Neither a load nor a call is cut short."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _submit(self, job: _Job) -> Future[Any]:
+        with self._wake:
+            if self._stopping:
+                raise EngineStopped(self._not_ready)
+            if job.is_call and self._waiting() >= self._max_queue:
+                raise EngineBusy(f"{self._max_queue} calls are waiting already")
+            self._jobs.append(job)
+            self._wake.notify()
+        # After the lock is given back: the callback takes it, and runs at once if the job is done already.
+        job.future.add_done_callback(lambda future: self._forget(job) if future.cancelled() else None)
+        return job.future
+
+    def _drop_all(self) -> list[_Job]:
+        """Empty both queues for good; with the lock held."""
+        self._stopped = True
+        dropped = [*self._jobs, *self._spare]
+        self._jobs.clear()
+        self._spare.clear()
+        return dropped
+
+    def _recorded(self, _: Future[None]) -> None:
+        """The recorder has nothing left to write: the thread may end."""
+        with self._wake:
+            self._wake.notify()
+
+    def _waiting(self) -> int:
+        return sum(job.is_call for job in self._jobs)
+
+    def _forget(self, job: _Job) -> None:
+        """Drop a cancelled job now: its place and its images are not kept until its turn."""
+        with self._wake:
+            if job in self._jobs:
+                self._jobs.remove(job)
+
+    def _report(self, status: str) -> None:
+        log.info(status)
+        with self._wake:
+            if not self._stopping:
+                self._not_ready = status
+
+    # From here on: the engine's thread.
+
+    def _work(self) -> None:
+        error: BaseException | None = None
+        reason = "the server is shutting down"
+        try:
+            self._serve()
+        except BaseException as caught:
+            traceback.clear_frames(caught.__traceback__)
+            error, reason = caught, f"the engine died: {caught!r}"
+        self._policy = None
+        with self._wake:
+            self._stopping = True
+            self._not_ready = reason
+            dropped = self._drop_all()
+        _fail(dropped, reason)
+        if error is not None and self._recorder is not None:
+            self._recorder.close()
+        if not self.loaded.done():
+            self.loaded.set_exception(error or EngineStopped(reason))
+        if error is None:
+            self.finished.set_result(None)
+        else:
+            self.finished.set_exception(error)
+
+    def _serve(self) -> None:
+        policy = self._policy = self._load(self._report)
+        with self._wake:
+            self._not_ready = "shutting down" if self._stopping else None
+        self.loaded.set_result(policy.info())
+        while (job := self._next(lambda: self._stopping)) is not None:
+            self._run(policy, job)
+        if (recorder := self._recorder) is not None:
+            recorder.close()
+            while (job := self._next(lambda: self._stopped or recorder.finished.done())) is not None:
+                self._run(policy, job)
+
+    def _next(self, ended: Callable[[], bool]) -> _Job | None:
+        """The next job, a spare one where there is no other, or None when nothing is left and nothing will come."""
+        with self._wake:
+            while not (self._jobs or self._spare or ended()):
+                self._wake.wait()
+            for queue in (self._jobs, self._spare):
+                if queue:
+                    return queue.popleft()
+            return None
+
+    def _run(self, policy: Policy, job: _Job) -> None:
+        if not job.future.set_running_or_notify_cancel():
+            return
+        self._running = True
+        try:
+            result = job.run(policy)
+        except BaseException as error:
+            # A traceback keeps every local of the failed call alive, tensors included.
+            traceback.clear_frames(error.__traceback__)
+            if not isinstance(error, Exception) or _device_is_lost(error):
+                job.future.set_exception(EngineStopped(f"the engine died: {error!r}"))
+                raise
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(result)
+        finally:
+            self._running = False
+
+    def _infer(self, policy: Policy, session_id: str, observation: Observation) -> Chunk:
+        """One call, and a second try with emptied caches when the device has no memory left for it."""
+        try:
+            chunk = policy.infer(session_id, observation)
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            log.warning("out of device memory: freeing caches and trying once more")
+        else:
+            self._out_of_memory(calls=0)
+            return chunk
+        # Outside the handler, where the error's traceback no longer holds the failed call's tensors.
+        policy.free_caches()
+        try:
+            chunk = policy.infer(session_id, observation)
+        except Exception as error:
+            if _is_out_of_memory(error):
+                self._out_of_memory(calls=self._out_of_memory_calls + 1)
+            raise
+        self._out_of_memory(calls=0)
+        return chunk
+
+    def _out_of_memory(self, calls: int) -> None:
+        """Keep count of calls in a row that had no memory; a call that succeeds makes the engine ready again."""
+        self._out_of_memory_calls = calls
+        with self._wake:
+            if not self._stopping:
+                lost = calls >= _OUT_OF_MEMORY_CALLS_TO_GIVE_UP
+                self._not_ready = f"{calls} calls in a row ran out of device memory" if lost else None
+
+
+def _fail(jobs: list[_Job], reason: str) -> None:
+    for job in jobs:
+        if job.future.set_running_or_notify_cancel():
+            job.future.set_exception(EngineStopped(reason))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    torch = sys.modules.get("torch")  # who never imported torch cannot have raised its error
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def _device_is_lost(error: Exception) -> bool:
+    """Whether the device refuses all further work: after a CUDA fault every later call of the process fails too."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.AcceleratorError) and not _is_out_of_memory(error)

@@ -1,0 +1,256 @@
+"""Listening, start-up order, draining: the parts of a server put together."""
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import logging
+import ssl
+import time
+from functools import partial
+from pathlib import Path
+from typing import Self, cast
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.frames import CloseCode
+from websockets.http11 import Request, Response
+
+from engine.embodiment import EmbodimentError
+from engine.embodiment_file import read_embodiment
+from engine.loop import EngineLoop, LoadPolicy
+from engine.recording import Recorder
+from policy_server.backpressure import ReadingConnection
+from policy_server.connection import Conversation, Host
+from policy_server.http import Door
+from policy_server.logs import log_event
+from policy_server.metrics import Metrics
+from policy_server.observations import handshake, observation_spec
+from policy_server.sessions import Sessions, episode_name
+from policy_server.settings import ServerSettings, SettingsError
+from protocol.codec import Limits
+
+log = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_SECONDS = 2.0
+_THREAD_END_SECONDS = 1.0
+# Messages that one connection may have sent ahead. A robot waits for each answer; memory belongs to those who do.
+_MESSAGES_AHEAD = 2
+
+
+class PolicyServer:
+    """A server around one policy. `async with` listens at once and loads meanwhile; leaving it drains.
+
+    load: makes the policy, see EngineLoop. Everything is as `settings` say.
+    """
+
+    def __init__(self, settings: ServerSettings, load: LoadPolicy) -> None:
+        self.settings = settings
+        self._recorder: Recorder | None = None
+        if settings.engine.save_video is not None:
+            self._recorder = Recorder(Path(settings.engine.save_video), episode_name)
+        self.engine = EngineLoop(load, max_queue=settings.max_queue, recorder=self._recorder)
+        self.sessions = Sessions(self.engine, settings.session_ttl)
+        self._conversations: dict[str, Conversation] = {}
+        self._names = map(str, itertools.count(1))
+        self._metrics = Metrics(
+            self.engine.stats,
+            {
+                "connections": ("Robots connected.", lambda: len(self._conversations)),
+                "sessions_connected": ("Sessions of connected robots.", lambda: self.sessions.connected),
+                "sessions_waiting": ("Sessions kept for a robot's return.", lambda: self.sessions.waiting),
+            },
+        )
+        self._door = Door(
+            api_key=settings.api_key,
+            not_ready=lambda: self.engine.not_ready,
+            refuses=self._refuses,
+            metrics=self._metrics.exposition,
+            info=self._describe,
+        )
+
+    async def __aenter__(self) -> Self:
+        """Listen, and begin to load. Raises SettingsError when port, certificate or embodiment cannot be used."""
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """See __aenter__."""
+        settings = self.settings
+        _keep_freed_memory()
+        try:
+            embodiment = read_embodiment(settings.engine.embodiment)
+        except EmbodimentError as error:
+            raise SettingsError(str(error)) from error
+        if self._recorder is not None:
+            try:
+                self._recorder.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise SettingsError(f"save-video: cannot make {self._recorder.directory}: {error.strerror}") from error
+        max_message_bytes = settings.max_message_mib * 2**20
+        self._host = Host(
+            sessions=self.sessions,
+            metrics=self._metrics,
+            limits=Limits(max_array_bytes=max_message_bytes),
+            spec=observation_spec(embodiment),
+            handshake=handshake(embodiment),
+            debug=settings.debug,
+            cut_short=asyncio.get_running_loop().create_future(),
+        )
+        try:
+            self._listener: Server = await serve(
+                self._converse,
+                settings.host,
+                settings.port,
+                process_request=self._process_request,
+                create_connection=cast(
+                    type[ServerConnection], partial(ReadingConnection, write_timeout=settings.write_timeout)
+                ),
+                compression=None,
+                ssl=_tls(settings),
+                max_size=max_message_bytes,
+                max_queue=_MESSAGES_AHEAD,
+                open_timeout=settings.handshake_timeout,
+                ping_interval=settings.ping_interval,
+                ping_timeout=settings.ping_timeout,
+                close_timeout=_CLOSE_TIMEOUT_SECONDS,
+                server_header=None,
+                logger=_websockets_logger(),
+            )
+        except OSError as error:
+            raise SettingsError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from error
+        if not settings.is_loopback and settings.api_key is None:
+            log_event(log, logging.WARNING, "open to the network without an API key", host=settings.host)
+        log_event(log, logging.INFO, "listening", url=self.url)
+        self.engine.start()
+
+    @property
+    def port(self) -> int:
+        """The port listened on."""
+        port: int = self._listener.sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def url(self) -> str:
+        """Where robots connect."""
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        return f"{'wss' if self.settings.tls_cert else 'ws'}://{host}:{self.port}"
+
+    async def ready(self) -> None:
+        """Return once calls are served. Raises what loading the policy raised."""
+        await asyncio.wrap_future(self.engine.loaded)
+
+    async def engine_ended(self) -> None:
+        """Return once the engine's thread has ended in order. Raises what it died of."""
+        await asyncio.wrap_future(self.engine.finished)
+
+    async def stop(self) -> bool:
+        """Answer the calls already accepted, within the drain timeout, then close every connection.
+
+        With code 1001, or 1011 if the engine died. What is left of the time is for recordings not yet written.
+        Returns whether every accepted call got its result.
+        """
+        deadline = time.monotonic() + self.settings.drain_timeout
+        engine_died = self.engine.finished.done()
+        self._listener.close(close_connections=False)
+        self.engine.stop(drain=True)
+        drained = await self._all_idle(self.settings.drain_timeout)
+        if not drained:
+            log_event(log, logging.WARNING, "calls not done in time", drain_timeout=self.settings.drain_timeout)
+            self.engine.stop(drain=False)
+            self._host.cut_short.set_result(None)
+            await self._all_idle(_CLOSE_TIMEOUT_SECONDS)
+        code = CloseCode.INTERNAL_ERROR if engine_died else CloseCode.GOING_AWAY
+        await self._close_all(code)
+        with contextlib.suppress(TimeoutError):  # of connections that have not said yet what they want
+            await asyncio.wait_for(self._listener.wait_closed(), _CLOSE_TIMEOUT_SECONDS)
+        self.sessions.close()
+        records = self._recorder is not None and self.engine.loaded.done()
+        patience = max(_THREAD_END_SECONDS, deadline - time.monotonic()) if records else _THREAD_END_SECONDS
+        if not await asyncio.to_thread(self.engine.join, patience) and records:
+            log_event(log, logging.WARNING, "recordings not written in time", drain_timeout=self.settings.drain_timeout)
+            self.engine.stop(drain=False)
+        log_event(log, logging.INFO, "stopped")
+        return drained and not engine_died
+
+    async def _all_idle(self, within: float) -> bool:
+        """Whether every conversation comes to a point where no answer is owed, within so many seconds."""
+        try:
+            async with asyncio.timeout(within):
+                for conversation in list(self._conversations.values()):
+                    await conversation.idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _close_all(self, code: int) -> None:
+        connections = list(self._listener.all_connections)
+        closing = [asyncio.ensure_future(websocket.close(code)) for websocket in connections]
+        if closing:
+            await asyncio.wait(closing, timeout=_CLOSE_TIMEOUT_SECONDS)
+        for websocket in connections:
+            websocket.transport.abort()  # does nothing where the closing handshake has been done
+
+    def _process_request(self, connection: ServerConnection, request: Request) -> Response | None:
+        return self._door.answer(request)
+
+    def _refuses(self) -> str | None:
+        if not self.engine.loaded.done():
+            return self.engine.not_ready
+        if len(self._conversations) >= self.settings.max_connections:
+            return f"{self.settings.max_connections} robots are connected already"
+        return None
+
+    def _describe(self) -> dict[str, object]:
+        loaded = self.engine.loaded
+        return {
+            "version": importlib.metadata.version("dreamzero-policy-server"),
+            "status": self.engine.not_ready or "ready",
+            "settings": dataclasses.asdict(self.settings.engine),
+            "policy": loaded.result() if loaded.done() and loaded.exception() is None else None,
+            "handshake": self._host.handshake,
+        }
+
+    async def _converse(self, websocket: ServerConnection) -> None:
+        name = next(self._names)
+        peer = websocket.remote_address
+        log_event(log, logging.INFO, "connection open", connection=name, peer=f"{peer[0]}:{peer[1]}" if peer else "")
+        conversation = self._conversations[name] = Conversation(websocket, name, self._host)
+        try:
+            await conversation.run()
+            await websocket.close()
+        finally:
+            del self._conversations[name]
+            code, reason = websocket.close_code, websocket.close_reason
+            log_event(log, logging.INFO, "connection close", connection=name, code=code, reason=reason)
+
+
+def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise SettingsError(f"cannot use {settings.tls_cert} with {settings.tls_key}: {error}") from error
+    return context
+
+
+def _keep_freed_memory() -> None:
+    """Have the allocator reuse the memory of one observation for the next.
+
+    glibc gives a freed block of megabytes back to the system, and each observation then pays for zeroed pages anew,
+    a sixth of its time on the wire. Once a block of nearly 32 MiB has been freed, blocks below that size are kept.
+    """
+    bytearray(31 * 2**20)
+
+
+def _websockets_logger() -> logging.Logger:
+    """The library's own lines repeat ours; its errors are wanted."""
+    logger = logging.getLogger("policy_server.websockets")
+    logger.setLevel(logging.ERROR)
+    return logger

@@ -1,0 +1,188 @@
+"""Servers, robots and policies for the tests. `python -m tests.serving SECONDS` serves a slowed policy."""
+
+import asyncio
+import functools
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import numpy as np
+import openpi_client.msgpack_numpy as wire
+import torch
+from websockets.asyncio.client import ClientConnection, connect
+
+from engine.embodiment import Observation
+from engine.loading import load_policy
+from engine.policy import Chunk, Policy, PolicyStats
+from engine.settings import EngineSettings
+from policy_server.__main__ import run
+from policy_server.logs import configure_logging
+from policy_server.server import PolicyServer
+from policy_server.settings import ServerSettings, parse_settings
+
+SECONDS = 30  # a bound for what takes a second or two on a machine that is not busy
+
+Before = Callable[[str, Observation], None]
+
+
+@functools.cache
+def tiny_policy() -> Policy:
+    """The real built-in policy, with one denoising step; one for the whole test run."""
+    torch.set_num_threads(1)  # two threads on two busy cores wait for each other most of the time
+    return load_policy(EngineSettings(checkpoint="tiny", device="cpu", steps=1), lambda status: None)
+
+
+class WatchedPolicy:
+    """The real tiny policy. What is asked of it is written down; `before` runs ahead of every call, on its thread."""
+
+    def __init__(self, before: Before | None = None) -> None:
+        self._policy = tiny_policy()
+        self._before = before
+        self.events: list[str] = []
+
+    def infer(self, session_id: str, observation: Observation) -> Chunk:
+        self.events.append(f"infer {session_id}")
+        if self._before is not None:
+            self._before(session_id, observation)
+        return self._policy.infer(session_id, observation)
+
+    def end_session(self, session_id: str) -> None:
+        self.events.append(f"end {session_id}")
+        self._policy.end_session(session_id)
+
+    def free_caches(self) -> None:
+        self._policy.free_caches()
+
+    def stats(self) -> PolicyStats:
+        return self._policy.stats()
+
+    def info(self) -> dict[str, object]:
+        return self._policy.info()
+
+    def forget_all(self) -> None:
+        """Leave the shared policy as it was found."""
+        for event in self.events:
+            self._policy.end_session(event.split(" ", 1)[1])
+
+
+class Gate:
+    """Holds calls whose prompt is "hold" inside the engine until `open` is called."""
+
+    def __init__(self) -> None:
+        self._entered = threading.Event()
+        self._opened = threading.Event()
+
+    def __call__(self, session_id: str, observation: Observation) -> None:
+        if observation.prompt == "hold":
+            self._entered.set()
+            assert self._opened.wait(SECONDS)
+
+    async def entered(self) -> None:
+        """Return once a call is held."""
+        assert await asyncio.to_thread(self._entered.wait, SECONDS)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+@asynccontextmanager
+async def serving(before: Before | None = None, **settings: Any) -> AsyncIterator[tuple[PolicyServer, WatchedPolicy]]:
+    """A ready server of the real tiny policy on a free port."""
+    policy = await asyncio.to_thread(WatchedPolicy, before)
+    async with PolicyServer(ServerSettings(**{"port": 0} | settings), lambda report: policy) as server:  # type: ignore[arg-type, return-value]
+        await server.ready()
+        yield server, policy
+    assert server.engine.join(SECONDS)
+    policy.forget_all()
+
+
+class Robot:
+    """A plain WebSocket client that speaks openpi's msgpack."""
+
+    def __init__(self, websocket: ClientConnection, handshake: dict[str, object]) -> None:
+        self.websocket = websocket
+        self.handshake = handshake
+
+    @classmethod
+    async def connect(cls, server: PolicyServer | str, **options: Any) -> Self:
+        url = server if isinstance(server, str) else server.url
+        websocket = await connect(url, **{"compression": None, "max_size": None} | options)
+        return cls(websocket, wire.unpackb(await websocket.recv()))
+
+    async def ask(self, message: dict[str, object] | bytes | str) -> Any:
+        """The reply: what was unpacked from a binary frame, or the text of an error."""
+        await self.send(message)
+        return await self.reply()
+
+    async def send(self, message: dict[str, object] | bytes | str) -> None:
+        await self.websocket.send(wire.packb(message) if isinstance(message, dict) else message)
+
+    async def reply(self) -> Any:
+        async with asyncio.timeout(SECONDS):
+            reply = await self.websocket.recv()
+        return reply if isinstance(reply, str) else wire.unpackb(reply)
+
+    async def close(self) -> None:
+        await self.websocket.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+def observation(frames: int = 1, seed: int = 0, **changes: object) -> dict[str, object]:
+    """An openpi-style message: no endpoint, no session id. A change to None leaves the key out."""
+    rng = np.random.default_rng(seed)
+    message: dict[str, object] = {
+        f"observation/{camera}": rng.integers(0, 256, (frames, 180, 320, 3), np.uint8)
+        for camera in ("exterior_image_0_left", "exterior_image_1_left", "wrist_image_left")
+    }
+    message["observation/joint_position"] = rng.uniform(-1, 1, 7)
+    message["observation/gripper_position"] = rng.uniform(0, 1, 1)
+    message["prompt"] = "put the cup on the plate"
+    named = {name.replace("__", "/"): value for name, value in changes.items()}
+    return {key: value for key, value in (message | named).items() if value is not None}
+
+
+async def get(server: PolicyServer, path: str, **headers: str) -> tuple[int, str, str]:
+    """Status, header lines and body of a GET over a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    lines = [f"GET {path} HTTP/1.1", "Host: test", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    writer.write("\r\n".join(lines).encode())
+    async with asyncio.timeout(SECONDS):
+        answer = (await reader.read()).decode()
+    writer.close()
+    head, _, body = answer.partition("\r\n\r\n")
+    return int(head.split()[1]), head, body
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when the condition holds; fail when it does not come to hold."""
+    async with asyncio.timeout(SECONDS):
+        while not condition():  # noqa: ASYNC110 (what is waited for belongs to others, which set no event)
+            await asyncio.sleep(0.01)
+
+
+def load_hindered(hindrance: str, report: Callable[[str], None]) -> WatchedPolicy:
+    """A tiny policy whose calls take so many seconds, computing all the while; or whose device is lost ("die")."""
+    policy = tiny_policy()
+
+    def before(session_id: str, observation: Observation) -> None:
+        if hindrance == "die":
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        end = time.monotonic() + float(hindrance)
+        while time.monotonic() < end:
+            policy.infer("burn", observation)
+
+    return WatchedPolicy(before)
+
+
+if __name__ == "__main__":
+    load = functools.partial(load_hindered, sys.argv[1])
+    configure_logging(level="info", as_json=False)
+    sys.exit(asyncio.run(run(parse_settings(sys.argv[2:]), load)))  # type: ignore[arg-type]

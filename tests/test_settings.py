@@ -1,0 +1,110 @@
+import dataclasses
+import sys
+from pathlib import Path
+from subprocess import run
+
+import pytest
+
+from engine.settings import EngineSettings
+from policy_server.settings import ServerSettings, SettingsError, parse_settings
+
+
+def parse(*arguments: str, **environment: str) -> ServerSettings:
+    return parse_settings(arguments, environment)
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert parse() == ServerSettings()
+    assert parse().engine == EngineSettings()
+    assert parse().host == "127.0.0.1"
+    assert parse().max_message_mib == 64
+
+
+def test_every_setting_of_server_and_engine_can_be_given_both_ways() -> None:
+    values: dict[str, str] = {}
+    for field in (*dataclasses.fields(ServerSettings), *dataclasses.fields(EngineSettings)):
+        if field.name in ("engine", "api_key_file"):
+            continue
+        values[field.name] = {"log_level": "debug", "api_key": "k"}.get(field.name, "7")
+    values |= {"debug": "yes", "log_json": "true"}
+    flags = [
+        part
+        for name, value in values.items()
+        for part in ([f"--{name.replace('_', '-')}"] + ([value] if value not in ("yes", "true") else []))
+    ]
+    from_flags = parse(*flags)
+    from_environment = parse(**{f"DREAMZERO_{name.upper()}": value for name, value in values.items()})
+    assert from_flags == from_environment
+    assert from_flags.engine.steps == 7
+    assert from_flags.engine.kv_bytes == 7
+    assert isinstance(from_flags.engine.guidance_scale, float)
+    assert from_flags.tls_cert == Path("7")
+    assert from_flags.debug
+    assert all(getattr(from_flags, f.name) != f.default for f in dataclasses.fields(ServerSettings) if f.name in values)
+
+
+def test_the_command_line_wins_over_the_environment() -> None:
+    settings = parse("--port", "1", "--no-debug", DREAMZERO_PORT="2", DREAMZERO_HOST="::1", DREAMZERO_DEBUG="1")
+    assert (settings.port, settings.host, settings.debug) == (1, "::1", False)
+
+
+def test_the_key_comes_from_a_file_and_is_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("s3cret\n")
+    settings = parse("--api-key-file", str(file))
+    assert settings.api_key == "s3cret"
+    assert "s3cret" not in repr(settings)
+    assert dataclasses.replace(settings, port=1).api_key == "s3cret"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        (["--port", "70000"], {}, "port"),
+        (["--port", "many"], {}, "--port"),
+        (["--steps", "many"], {}, "--steps"),
+        (["--no-such-thing"], {}, "--no-such-thing"),
+        (["--max-q", "3"], {}, "--max-q"),
+        ([], {"DREAMZERO_PORT": "many"}, "DREAMZERO_PORT"),
+        ([], {"DREAMZERO_DEBUG": "perhaps"}, "DREAMZERO_DEBUG"),
+        (["--max-queue", "0"], {}, "max-queue"),
+        (["--max-connections", "0"], {}, "max-connections"),
+        (["--max-message-mib", "-1"], {}, "max-message-mib"),
+        (["--session-ttl", "-1"], {}, "session-ttl"),
+        (["--drain-timeout", "nan"], {}, "drain-timeout"),
+        (["--ping-timeout", "0"], {}, "ping-timeout"),
+        (["--log-level", "loud"], {}, "log-level"),
+        (["--tls-cert", "cert.pem"], {}, "tls-key"),
+        (["--api-key", "a", "--api-key-file", "b"], {}, "one of the two"),
+        (["--api-key-file", "/no/such/file"], {}, "/no/such/file"),
+        (["--api-key", "two words"], {}, "api-key"),
+        (["--api-key", ""], {}, "api-key"),
+    ],
+)
+def test_bad_settings_are_named_in_one_line(arguments: list[str], environment: dict[str, str], named: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        parse(*arguments, **environment)
+    assert named in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("robot-host", False)],
+)
+def test_loopback_is_told_from_the_network(host: str, loopback: bool) -> None:
+    assert ServerSettings(host=host).is_loopback == loopback
+
+
+def test_the_program_says_one_line_and_exits_2() -> None:
+    done = run([sys.executable, "-m", "policy_server", "--port", "many"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "--port" in done.stderr
+
+
+def test_help_explains_every_setting() -> None:
+    done = run([sys.executable, "-m", "policy_server", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for field in (*dataclasses.fields(ServerSettings), *dataclasses.fields(EngineSettings)):
+        assert field.name == "engine" or f"--{field.name.replace('_', '-')} " in done.stdout
