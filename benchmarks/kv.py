@@ -16,10 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.dense_kv import DenseKVCache
 from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
-from engine.checkpoint import synthetic_checkpoint
+from engine.checkpoint.opening import synthetic_checkpoint
 from engine.dit import CrossContext
+from engine.loading import build_cache
 from engine.model import Model, load_model
-from engine.policy import build_cache
 from engine.rollout import Rollout, RolloutSettings
 from engine.rope import Rope
 from engine.session import Session
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=100, help="chunks over which the peak memory must be flat")
     args = parser.parse_args()
     checkpoint = synthetic_checkpoint(args.size, BUILTIN_CONFIGS[args.size], BUILTIN_STATISTICS)
-    model = load_model(checkpoint.config, checkpoint.fetch, CPU, torch.float32)
+    model = load_model(checkpoint.config, checkpoint.weights, CPU, torch.float32)
     quick = make_robot(model, checkpoint.tokenizer, dense=False, steps=1)
     first, growth = peak_growth(quick, args.chunks)
     paged, dense = (make_robot(model, checkpoint.tokenizer, dense, steps=16) for dense in (False, True))

@@ -7,7 +7,12 @@ from typing import Any
 
 
 def _config(
-    view: tuple[int, int], dit: dict[str, int], text: dict[str, int], image: dict[str, int], vae_dim: int
+    view: tuple[int, int],
+    dit: dict[str, Any],
+    text: dict[str, int],
+    image: dict[str, int],
+    vae: dict[str, Any],
+    **head: int,
 ) -> dict[str, Any]:
     return {
         "model_type": "vla",
@@ -27,7 +32,8 @@ def _config(
                 },
                 "text_encoder_cfg": {"vocab": 384, "num_buckets": 32, **text},
                 "image_encoder_cfg": {"image_size": 224, "patch_size": 14, "vision_mlp_ratio": 4, **image},
-                "vae_cfg": {"z_dim": 16, "dim": vae_dim},
+                "vae_cfg": vae,
+                **head,
             }
         },
         "view_height": view[0],
@@ -46,7 +52,7 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
         },
         text={"dim": 64, "dim_attn": 64, "dim_ffn": 128, "num_heads": 4, "num_layers": 2},
         image={"vision_dim": 64, "vision_heads": 4, "vision_layers": 3},
-        vae_dim=16,
+        vae={"z_dim": 16, "dim": 16},
     ),
     "mid": _config(
         view=(88, 160),
@@ -56,7 +62,31 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
         },
         text={"dim": 256, "dim_attn": 256, "dim_ffn": 512, "num_heads": 8, "num_layers": 6},
         image={"vision_dim": 256, "vision_heads": 8, "vision_layers": 6},
-        vae_dim=32,
+        vae={"z_dim": 16, "dim": 32},
+    ),
+    # DROID's widths and views with two layers of each transformer, and as few words as bytes need.
+    "droid-2l": _config(
+        view=(176, 320),
+        dit={
+            "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 2, "text_dim": 4096, "hidden_size": 1024,
+            "frame_seqlen": 880,
+        },
+        text={"dim": 4096, "dim_attn": 4096, "dim_ffn": 10240, "num_heads": 64, "num_layers": 2},
+        image={"vision_dim": 1280, "vision_heads": 16, "vision_layers": 2},
+        vae={"z_dim": 16, "dim": 96},
+    ),
+    # The small backbone (spec section 8), smaller still.
+    "wan22-tiny": _config(
+        view=(44, 80),
+        dit={
+            "model_type": "ti2v", "in_dim": 48, "out_dim": 48, "dim": 96, "ffn_dim": 192, "num_heads": 3,
+            "num_layers": 3, "text_dim": 64, "hidden_size": 64, "frame_seqlen": 8, "concat_first_frame_latent": False,
+        },
+        text={"dim": 64, "dim_attn": 64, "dim_ffn": 128, "num_heads": 4, "num_layers": 2},
+        image={"vision_dim": 64, "vision_heads": 4, "vision_layers": 3},
+        vae={"_target_": "WanVideoVAE38", "z_dim": 48, "dim": 16, "dec_dim": 24},
+        target_video_height=64,
+        target_video_width=128,
     ),
 }  # fmt: skip
 

@@ -14,6 +14,12 @@ DIT, TEXT, IMAGE, VAE = (
     f"action_head.{part}." for part in ("model", "text_encoder", "image_encoder.model.visual", "vae.model")
 )
 
+# Entries of the release that no forward uses: the end of the image encoder, past the hidden state that is taken.
+UNUSED = frozenset(
+    {IMAGE + name for name in ("head", "post_norm.weight", "post_norm.bias")}
+    | {"action_head.image_encoder.model.log_scale"}
+)
+
 
 @dataclass(frozen=True)
 class Entry:

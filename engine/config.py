@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_COMPONENTS = ("diffusion_model_cfg", "text_encoder_cfg", "image_encoder_cfg", "vae_cfg")
+
 
 class ConfigError(ValueError):
     """A `config.json` that no model can be built from; the message names the key."""
@@ -100,7 +102,8 @@ class ModelConfig:
     """All sizes of a checkpoint.
 
     view_height, view_width: pixels of one camera view. video_height, video_width: of the stitched video that the
-    encoders see. num_frames: video frames of the image conditioning.
+    encoders see. num_frames: video frames of the image conditioning. lora_rank, lora_alpha: of a fine-tune's adapters;
+    0 where the config has none.
     """
 
     dit: DitConfig
@@ -117,6 +120,8 @@ class ModelConfig:
     view_width: int = 320
     video_height: int = 352
     video_width: int = 640
+    lora_rank: int = 0
+    lora_alpha: float = 0
 
     @property
     def latent_height(self) -> int:
@@ -142,12 +147,12 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """
     head = _section(config, "action_head_cfg", "config.json")
     head = _section(head, "config", "action_head_cfg")
-    vae_keys = dict(head.get("vae_cfg", {}))
+    dit_keys, text_keys, image_keys, vae_keys = (_section(head, key, "config", {}) for key in _COMPONENTS)
     wan22 = str(vae_keys.get("_target_", "")).endswith("WanVideoVAE38")
     if wan22:
-        vae_keys = {"dim": 160, "z_dim": 48} | vae_keys
-    dit = _fill(DitConfig, head.get("diffusion_model_cfg", {}), "diffusion_model_cfg")
-    vae = _fill(VaeConfig, vae_keys | {"wan22": wan22}, "vae_cfg")
+        vae_keys = {"dim": 160, "z_dim": 48, **vae_keys}
+    dit = _fill(DitConfig, dit_keys, "diffusion_model_cfg")
+    vae = _fill(VaeConfig, {**vae_keys, "wan22": wan22}, "vae_cfg")
     view = {key: config[key] for key in ("view_height", "view_width") if key in config}
     view_height, view_width = view.get("view_height", 176), view.get("view_width", 320)
     video = (2 * view_height, 2 * view_width)
@@ -155,30 +160,38 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         video = (head.get("target_video_height", video[0]), head.get("target_video_width", video[1]))
         if "target_video_height" not in head and dit.frame_seqlen in (50, 55):
             video = (176 if dit.frame_seqlen == 55 else 160, 320)
+    lora = {key: dit_keys[key] for key in ("lora_rank", "lora_alpha") if key in dit_keys}
     model = _fill(ModelConfig, {
-        **head, **view, "dit": dit, "vae": vae, "video_height": video[0], "video_width": video[1],
-        "text": _fill(TextConfig, head.get("text_encoder_cfg", {}), "text_encoder_cfg"),
-        "image": _fill(ImageConfig, head.get("image_encoder_cfg", {}), "image_encoder_cfg"),
+        **lora, **head, **view, "dit": dit, "vae": vae, "video_height": video[0], "video_width": video[1],
+        "text": _fill(TextConfig, text_keys, "text_encoder_cfg"),
+        "image": _fill(ImageConfig, image_keys, "image_encoder_cfg"),
     }, "action_head_cfg.config")  # fmt: skip
     _check(model)
     return model
 
 
-def _section(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    section = parent.get(key)
+def _section(
+    parent: Mapping[str, Any], key: str, where: str, default: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
+    section = parent.get(key, default)
     if not isinstance(section, Mapping):
         raise ConfigError(f"{where} needs a map {key!r} with the sizes of the model, found {type(section).__name__}")
     return section
 
 
 def _fill(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """An instance of a config class from those of `values` that it knows; the others are ignored."""
+    """An instance of a config class from those of `values` that it knows and that are not null."""
     known = {}
     for spec in fields(kind):  # type: ignore[arg-type]
-        if spec.name not in values:
+        value = values.get(spec.name)
+        if value is None:
             continue
-        value = values[spec.name]
-        if spec.type in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        if spec.type is bool and not isinstance(value, bool):
+            raise ConfigError(f"{where}.{spec.name} must be true or false, found {value!r}")
+        # A rank of 0 says that there are no adapters; no other count can be 0.
+        if spec.type is int and (type(value) is not int or value < (spec.name != "lora_rank")):
+            raise ConfigError(f"{where}.{spec.name} must be a whole number of at least 1, found {value!r}")
+        if spec.type is float and (type(value) not in (int, float) or value < 0):
             raise ConfigError(f"{where}.{spec.name} must be a number of at least 0, found {value!r}")
         known[spec.name] = value
     return kind(**known)

@@ -1,119 +1,128 @@
-"""Camera views, prompt template, state and action scaling of one kind of robot (spec sections 5 and 6)."""
+"""What one kind of robot sends and gets, as data; and one observation of such a robot. No torch here."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import interpolate
-
-EMBODIMENT = "oxe_droid"
-"""The embodiment of DROID arms and RoboArena, as checkpoints name it."""
-
-_TEMPLATE = (
-    "A multi-view video shows that a robot {p} The video is split into three views: The top view shows the camera view "
-    "from the robot's wrist, the bottom-left view shows the camera view from the left exterior camera, and the "
-    "bottom-right view shows the camera view from the right exterior camera. During training, one of the two bottom "
-    "exterior views may be a black screen (dropped view). The robot {p}"
-)
-_STATE_PARTS = ("joint_position", "gripper_position")
 
 
-class StatisticsError(ValueError):
-    """Normalisation statistics that are missing or of the wrong form; the message says which."""
+class EmbodimentError(ValueError):
+    """An embodiment that is not valid or does not fit the checkpoint: one line that names file, entry, expectation."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a robot saw at one call.
+    """What a robot saw at one call, by the names that its embodiment gives.
 
-    views: camera name ("exterior_left", "exterior_right", "wrist") to frames (T, H, W, 3) uint8 RGB, T the same
-        for all; a missing exterior camera has no entry and is black for the model.
-    joint_position: (7,) radians. gripper_position: (1,).
+    views: view to frames (T, H, W, 3) uint8 RGB, T the same for all; a missing view has no entry and is black for the
+        model.
+    state: state vector to (size,) floats.
     prompt: the task, as the robot's user wrote it.
     """
 
     views: dict[str, np.ndarray]
-    joint_position: np.ndarray
-    gripper_position: np.ndarray
+    state: dict[str, np.ndarray]
     prompt: str
 
 
-@dataclass(frozen=True)
-class Range:
-    """The 1st and 99th percentile of a quantity, (8,) float32 each: seven joints and the gripper."""
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A camera view.
 
-    q01: Tensor
-    q99: Tensor
+    keys: keys of a request that may carry it. Where views have several, the i-th of each belong together.
+    required: whether a request without it is refused. one_of: views of that name may be missing, but not all of them.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    required: bool = True
+    one_of: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A view's place in the picture; every pixel is `width` pixels wide and `height` high."""
+
+    view: str
+    width: int = 1
+    height: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateVector:
+    """Numbers that a robot sends under `key`. meaning: what they are, in words ("joint angles")."""
+
+    name: str
+    size: int
+    key: str
+    meaning: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionVector:
+    """Numbers that a robot gets. relative_to: the state vector that the model's numbers are added to, if any."""
+
+    name: str
+    size: int
+    relative_to: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Embodiment:
-    """One kind of robot, with a checkpoint's statistics. view_height and view_width: pixels of a view for the model."""
+    """One kind of robot.
 
-    def __init__(self, view_height: int, view_width: int, state: Range, action: Range) -> None:
-        self._view = (view_height, view_width)
-        self._state = state
-        self._action = action
+    name: how checkpoints name it in their statistics. layout: rows of the picture that the model sees, top to bottom.
+    crop: share of each view's height and width that is kept, around its middle.
+    template: what the text encoder is told, with the lower-cased prompt at each "{p}".
+    state, action: in the order in which the model has them.
+    handshake: values that differ from the usual ones in what the server tells robots first.
+    """
+
+    name: str
+    views: tuple[View, ...]
+    layout: tuple[tuple[Cell, ...], ...]
+    crop: float
+    template: str
+    default_prompt: str
+    state: tuple[StateVector, ...]
+    action: tuple[ActionVector, ...]
+    handshake: Mapping[str, object]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the picture, counted in views of single size."""
+        return sum(row[0].height for row in self.layout), sum(cell.width for cell in self.layout[0])
+
+    @property
+    def action_size(self) -> int:
+        """Numbers of one action."""
+        return sum(vector.size for vector in self.action)
 
     def prompt_text(self, prompt: str) -> str:
         """The robot's prompt in the embodiment's template."""
-        task = prompt.strip() or "Perform the default behavior."
-        return _TEMPLATE.format(p=task.lower())
+        task = prompt.strip() or self.default_prompt
+        return self.template.replace("{p}", task.lower())
 
-    def stitch(self, views: Mapping[str, np.ndarray]) -> Tensor:
-        """One picture (T, 2 h, 2 w, 3) uint8 of the three views: wrist on top, exteriors below, a missing one black."""
-        wrist = self._resize(views["wrist"])
-        black = torch.zeros_like(wrist)
-        below = [self._resize(views[name]) if name in views else black for name in ("exterior_left", "exterior_right")]
-        return torch.cat([wrist.repeat_interleave(2, dim=2), torch.cat(below, dim=2)], dim=1)
+    def with_relative_actions(self, names: Collection[str]) -> "Embodiment":
+        """The same robot where the actions `names`, and no others, are relative.
 
-    def normalize_state(self, joint_position: np.ndarray, gripper_position: np.ndarray, width: int) -> Tensor:
-        """Joints (7,) and gripper (1,) scaled to [-1, 1] by the statistics, zero-padded to (width,) float32."""
-        x = torch.from_numpy(np.concatenate([joint_position, gripper_position]).astype(np.float32))
-        low, high = self._state.q01, self._state.q99
-        scaled = torch.where(low == high, x, 2 * (x - low) / torch.where(low == high, 1.0, high - low) - 1)
-        return torch.nn.functional.pad(scaled.clamp(-1, 1), (0, width - x.numel()))
-
-    def actions(self, latents: Tensor, joint_position: np.ndarray) -> np.ndarray:
-        """Action latents (24, 32) to absolute joint positions and gripper, (24, 8) float32.
-
-        The model's joint actions are relative to the joint position (7,) that was observed.
+        Each is relative to the state vector that the embodiment names for it, else to the one of its own name.
+        Raises EmbodimentError where there is no such action, or no such state vector of its size.
         """
-        low, high = self._action.q01, self._action.q99
-        actions = (latents[:, : low.numel()].float().cpu() + 1) / 2 * (high - low) + low
-        actions[:, :7] += torch.from_numpy(joint_position.astype(np.float32))
-        return actions.numpy()
-
-    def _resize(self, frames: np.ndarray) -> Tensor:
-        """Frames (T, H, W, 3) uint8, cropped to their middle 95 %, at the size of a view: (T, h, w, 3) uint8."""
-        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255
-        height, width = pixels.shape[2:]
-        crop_height, crop_width = int(0.95 * height), int(0.95 * width)
-        top, left = round((height - crop_height) / 2), round((width - crop_width) / 2)
-        middle = pixels[:, :, top : top + crop_height, left : left + crop_width]
-        view = interpolate(middle, self._view, mode="bilinear", align_corners=False, antialias=True)
-        return (view * 255).to(torch.uint8).permute(0, 2, 3, 1)
-
-
-def read_range(metadata: Mapping[str, Any], kind: str) -> Range:
-    """The statistics of `kind` ("state" or "action") from a checkpoint's `experiment_cfg/metadata.json`, parsed.
-
-    Raises StatisticsError naming the entry that is missing or has the wrong length.
-    """
-    if EMBODIMENT not in metadata:
-        raise StatisticsError(f"metadata.json has no embodiment {EMBODIMENT!r}; it has {sorted(metadata)}")
-    values = []
-    for quantile in ("q01", "q99"):
-        row: list[float] = []
-        for part, length in zip(_STATE_PARTS, (7, 1), strict=True):
-            path = (EMBODIMENT, "statistics", kind, part, quantile)
-            numbers: Any = metadata
-            for key in path:
-                numbers = numbers.get(key) if isinstance(numbers, Mapping) else None
-            if not isinstance(numbers, list) or len(numbers) != length:
-                raise StatisticsError(f"metadata.json needs a list of {length} numbers at {'.'.join(path)}")
-            row += numbers
-        values.append(torch.tensor(row, dtype=torch.float32))
-    return Range(*values)
+        if unknown := set(names) - {vector.name for vector in self.action}:
+            known = ", ".join(vector.name for vector in self.action)
+            raise EmbodimentError(
+                f"the checkpoint calls the actions {', '.join(sorted(unknown))} relative; embodiment {self.name} has "
+                f"{known}"
+            )
+        sizes = {vector.name: vector.size for vector in self.state}
+        action = []
+        for vector in self.action:
+            reference = vector.relative_to or vector.name if vector.name in names else None
+            if reference is not None and sizes.get(reference) != vector.size:
+                raise EmbodimentError(
+                    f"the checkpoint calls the action {vector.name} relative, so embodiment {self.name} needs a state "
+                    f"vector {reference} of size {vector.size}"
+                )
+            action.append(replace(vector, relative_to=reference))
+        return replace(self, action=tuple(action))

@@ -4,7 +4,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -17,7 +19,7 @@ from engine.session import Session
 from engine.solver import FlowSolver, flow_sigmas, flow_timesteps
 from engine.step_cache import StepCacheSettings
 from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, tokenize
-from engine.vae import encode_video
+from engine.vae import decode_video, encode_video
 from engine.vision import encode_image
 from kv_cache.attention import AttentionPlan
 from kv_cache.cache import KVCache
@@ -28,12 +30,17 @@ POSITIVE, NEGATIVE = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """How a call denoises; the defaults are the release's."""
+    """How a call denoises; the defaults are the release's.
+
+    seed_per_session: whether each call of each session has noise of its own, which follows from the seed, the
+        session's key and the number of its calls; otherwise the noise is the same at every call.
+    """
 
     steps: int = 16
     guidance_scale: float = 5.0
     sigma_shift: float = 5.0
     seed: int = 1140
+    seed_per_session: bool = False
     step_cache: StepCacheSettings = field(default_factory=StepCacheSettings)
 
 
@@ -99,16 +106,20 @@ class Rollout:
         """Token ids and mask, each (text_len,) int64."""
         return tokenize(self._tokenizer, text, self.config.dit.text_len)
 
-    def noise(self) -> Noise:
-        """The noise of a call: the same each time, from two generators with one seed, drawn in bfloat16."""
+    def noise(self, session: Session) -> Noise:
+        """The noise of a session's next call, from two generators with one seed, drawn in bfloat16."""
         config = self.config
         shapes = {
             "video": (1, config.dit.out_dim, config.dit.num_frame_per_block, config.latent_height, config.latent_width),
             "action": (1, config.action_horizon, config.max_action_dim),
         }
+        seed = self._settings.seed
+        if self._settings.seed_per_session:
+            own = f"{seed} {session.calls} {session.kv.key}".encode()
+            seed = int.from_bytes(blake2b(own, digest_size=7).digest(), "big")
         drawn = {}
         for name, shape in shapes.items():
-            generator = torch.Generator(self.device).manual_seed(self._settings.seed)
+            generator = torch.Generator(self.device).manual_seed(seed)
             drawn[name] = torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16).float()
         return Noise(**drawn)
 
@@ -144,7 +155,7 @@ class Rollout:
                 with clock.phase("prefill"):
                     forwards += self._prefill(session, latents)
                 with clock.phase("denoise"):
-                    video, action, steps_run = self._denoise(session, state, noise or self.noise())
+                    video, action, steps_run = self._denoise(session, state, noise or self.noise(session))
                 forwards += 2 * steps_run
                 if restart:
                     video = torch.cat([latents, video], dim=2)
@@ -152,7 +163,17 @@ class Rollout:
             session.start_frame = 0
             raise
         session.start_frame += self.config.dit.num_frame_per_block
+        session.calls += 1
         return Prediction(video[0], action[0], forwards, clock.seconds)
+
+    def decode(self, latents: Tensor) -> Iterator[np.ndarray]:
+        """Video of a window's latents (C, F, H, W): frames (1, h, w, 3) uint8, then (4, h, w, 3) for each latent more.
+
+        Each piece is computed when it is asked for; calls may be made between two.
+        """
+        for piece in decode_video(self._model.vae, latents[None].to(self.device)):
+            pixels = ((piece[0].float() + 1) * 127.5).round().to(torch.uint8)
+            yield pixels.permute(1, 2, 3, 0).cpu().numpy()
 
     def _start_window(self, session: Session, image: Tensor) -> Tensor:
         """Image conditioning and image K/V of a new window; returns the image latent (1, C, 1, H, W)."""

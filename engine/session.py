@@ -18,6 +18,7 @@ class Session:
     start_frame: position of the next latent frame; 0 when the next call starts the window again.
     frames: the last stitched frames, each (h, w, 3) uint8. prompt: token ids of the last call, as bytes.
     ys: image conditioning (1, 4 + z, F, H, W) of the window. called: whether a call has been made.
+    calls: how many have given actions.
     """
 
     kv: SessionKV
@@ -26,6 +27,7 @@ class Session:
     prompt: bytes = b""
     ys: Tensor | None = None
     called: bool = False
+    calls: int = 0
 
     def see(self, frames: Iterable[Tensor]) -> list[Tensor]:
         """Take the frames sent at a call into the buffer; returns those the model looks at.

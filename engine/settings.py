@@ -7,21 +7,41 @@ from dataclasses import dataclass
 class EngineSettings:
     """Everything that decides how a policy is loaded and run. Defaults are the public release's (spec section 4).
 
-    checkpoint: "tiny" or "mid" (built in, synthetic weights) or a directory in the release's layout.
+    checkpoint: "tiny", "mid", "droid-2l" or "wan22-tiny" (built in, synthetic weights), a directory in the release's
+    layout, or the hub id of one.
+    base_checkpoint: directory or hub id of what a LoRA fine-tune is based on, unless it holds those weights itself.
+    revision: branch, tag or commit of the checkpoint on the hub. tokenizer: directory or hub id of the tokenizer, where
+    it is not the release's, google/umt5-xxl.
+    embodiment: the kind of robot: "oxe_droid", or a YAML file that describes another one (docs/embodiments.md).
     device: a torch device, or "auto" for CUDA where there is one and the CPU elsewhere.
     steps: denoising steps of a call. guidance_scale: weight of the conditional video velocity.
-    sigma_shift: shift of the noise schedule. seed: of the noise, the same at every call as the release does.
-    step_cache: "none", "mask-5" to "mask-8", or "velocity".
+    sigma_shift: shift of the noise schedule.
+    seed: of the noise. seed_per: "call" for the same noise at every call, as the release does, or "session" for noise
+    of its own at every call of every session, which a session of the same id gets again.
+    step_cache: which steps the model computes: all ("none"), 5 to 8 of 16 ("mask-5" to "mask-8"), or as the velocity
+    turns ("velocity"). velocity_thresholds: cosine similarities above which "velocity" skips steps, falling.
+    velocity_countdowns: how many steps it skips above each.
+    dtype: "float32", "bfloat16", or "auto" for bfloat16 on CUDA and float32 elsewhere.
+    save_video: directory for each finished episode's predicted video and actions.
     kv_fraction: part of the device's free memory, after the weights, that the KV pool takes on CUDA.
     kv_bytes: absolute size of the KV pool in bytes; overrides kv_fraction. On a CPU the default is 512 MiB.
     """
 
     checkpoint: str = "tiny"
+    base_checkpoint: str | None = None
+    revision: str | None = None
+    tokenizer: str | None = None
+    embodiment: str = "oxe_droid"
     device: str = "auto"
     steps: int = 16
     guidance_scale: float = 5.0
     sigma_shift: float = 5.0
     seed: int = 1140
+    seed_per: str = "call"
     step_cache: str = "none"
+    velocity_thresholds: str = "0.95,0.93"
+    velocity_countdowns: str = "4,2"
+    dtype: str = "auto"
+    save_video: str | None = None
     kv_fraction: float = 0.8
     kv_bytes: int | None = None

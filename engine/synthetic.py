@@ -6,6 +6,7 @@ weights need to be stored. Such a model moves a robot about at random: it is for
 
 import math
 import zlib
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -42,3 +43,15 @@ def synthetic_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
         return values
     fan_in = {"W": shape[1:2], "modulation": shape[-1:]}.get(leaf, shape[1:])
     return values / math.sqrt(math.prod(fan_in))
+
+
+class SyntheticWeights:
+    """A source of weights that makes each when it is asked for."""
+
+    def where(self, name: str) -> str:
+        """The weight, for a message."""
+        return f"synthetic entry {name!r}"
+
+    def read(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+        """Each weight in its shape, float32 on the CPU."""
+        return ((name, synthetic_tensor(name, shape)) for name, shape in shapes.items())

@@ -9,9 +9,16 @@ from kv_cache.cache import SessionKV
 _PROMPT = "trial"
 
 
-def trial_calls(rollout: Rollout, kv: SessionKV) -> None:
-    """Make the two kinds of call there are, a restart and one that continues, with grey frames."""
+def trial_calls(rollout: Rollout, kv: SessionKV, decode: bool) -> None:
+    """Make the two kinds of call there are, a restart and one that continues, with grey frames.
+
+    decode: whether meanwhile a video is being decoded, as when episodes are recorded.
+    """
     config = rollout.config
+    latents = torch.zeros(config.vae.z_dim, 3, config.latent_height, config.latent_width)
+    pieces = rollout.decode(latents) if decode else iter(())
+    for _ in zip(range(2), pieces, strict=False):  # from here on its state is held on the device
+        pass
     frames = torch.full((4, 2 * config.view_height, 2 * config.view_width, 3), 127, dtype=torch.uint8)
     tokens, mask = rollout.tokenize(_PROMPT)
     session = Session(kv)
@@ -19,11 +26,14 @@ def trial_calls(rollout: Rollout, kv: SessionKV) -> None:
         rollout.call(session, frames, tokens, mask, torch.zeros(config.max_state_dim))
 
 
-def activation_bytes(rollout: Rollout, kv: SessionKV) -> int:
-    """Most bytes that calls take for a while on the rollout's CUDA device, beyond what is held all the time."""
+def activation_bytes(rollout: Rollout, kv: SessionKV, decode: bool) -> int:
+    """Most bytes that calls take for a while on the rollout's CUDA device, beyond what is held all the time.
+
+    decode: as for `trial_calls`.
+    """
     held = torch.cuda.memory_allocated(rollout.device)
     torch.cuda.reset_peak_memory_stats(rollout.device)
-    trial_calls(rollout, kv)
+    trial_calls(rollout, kv, decode)
     peak = torch.cuda.max_memory_allocated(rollout.device) - held
     torch.cuda.empty_cache()
     return peak

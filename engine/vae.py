@@ -1,7 +1,10 @@
 """Video to latents and back (spec sections 4.4, 4.5 and 8)."""
 
+from collections.abc import Iterator
+
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 from torch import Tensor
 
 from engine.config import VaeConfig
@@ -47,10 +50,22 @@ def encode_video(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
     return (latents - mean) / std
 
 
-def decode_video(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """Video (1, 3, 1 + 4 (F - 1), h, w) in [-1, 1] of normalised latents (1, z, F, H, W)."""
+@torch.inference_mode()
+def decode_video(vae: AutoencoderKLWan, latents: Tensor) -> Iterator[Tensor]:
+    """Video in [-1, 1] of normalised latents (1, z, F, H, W), a latent frame at a time: (1, 3, 1, h, w), then of four.
+
+    Nothing is computed before a piece is asked for, and the VAE may do other work between two pieces.
+    """
+    latents = latents.to(vae.dtype)
     mean, std = _statistics(vae, latents)
-    return vae.decode(latents.to(vae.dtype) * std + mean).sample
+    hidden = vae.post_quant_conv(latents * std + mean)
+    # As `vae.decode` does it, but with what the convolutions have seen kept here and not in the VAE.
+    seen: list[Tensor | str | None] = [None] * sum(isinstance(each, WanCausalConv3d) for each in vae.decoder.modules())
+    for index, frame in enumerate(hidden.split(1, dim=2)):
+        piece = vae.decoder(frame, feat_cache=seen, feat_idx=[0], first_chunk=index == 0)
+        if vae.config.patch_size is not None:
+            piece = unpatchify(piece, vae.config.patch_size)
+        yield piece.clamp(-1, 1)
 
 
 def _statistics(vae: AutoencoderKLWan, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,12 @@ RoboArena clients build a dataclass from it with `Config(**metadata)`: a key mor
 
 from typing import Final
 
-IMAGE_RESOLUTION: Final = (180, 320)
-"""Height and width of the camera images that the policy was trained on; others are accepted and resized."""
-
 HANDSHAKE: Final[dict[str, object]] = {
-    "image_resolution": list(IMAGE_RESOLUTION),
+    "image_resolution": [180, 320],
     "needs_wrist_camera": True,
     "n_external_cameras": 2,
     "needs_stereo_camera": False,
     "needs_session_id": True,
     "action_space": "joint_position",
 }
+"""What robots of the RoboArena kind are told; `image_resolution` is height and width, and other sizes are resized."""

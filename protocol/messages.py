@@ -1,7 +1,7 @@
 """What a request is, checked once here so that everything behind can rely on it, and how each one is answered."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from protocol.codec import Dialect, encode
 from protocol.errors import RequestError, described
-from protocol.handshake import IMAGE_RESOLUTION
-from protocol.observation import camera_views, gripper_position, joint_position
+from protocol.observation import camera_views, state_vectors
+from protocol.observation_spec import ObservationSpec
 
 __all__ = [
     "RESET_REPLY",
@@ -40,15 +40,14 @@ class Style(enum.Enum):
 class InferRequest:
     """A valid observation, to be answered with actions (see infer_reply).
 
-    views: camera name ("exterior_left", "exterior_right", "wrist") to frames (T,H,W,3) uint8 RGB, T the same for all;
-        a missing exterior camera has no entry.
-    joint_position: (7,) float64, radians. gripper_position: (1,) float64. Both finite.
+    views: camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no
+        entry.
+    state: state vector name to (size,) float64, finite.
     prompt: the task, may be empty. session_id: the episode's name, None where the client gave none.
     """
 
     views: dict[str, np.ndarray]
-    joint_position: np.ndarray
-    gripper_position: np.ndarray
+    state: dict[str, np.ndarray]
     prompt: str
     session_id: str | None
     style: Style
@@ -67,9 +66,10 @@ class ResetRequest:
     session_id: str | None = None
 
 
-def parse_request(value: object, dialect: Dialect) -> InferRequest | ResetRequest:
+def parse_request(value: object, dialect: Dialect, spec: ObservationSpec) -> InferRequest | ResetRequest:
     """The request in a decoded message (protocol.codec.decode gives value and dialect). Unknown keys are ignored.
 
+    spec: what an observation of the robots served holds.
     Raises RequestError, which names the key at fault and what was expected there.
     """
     if not isinstance(value, dict):
@@ -81,9 +81,8 @@ def parse_request(value: object, dialect: Dialect) -> InferRequest | ResetReques
     if endpoint == "reset":
         return ResetRequest(style, dialect, session_id=_reset_session_id(value))
     return InferRequest(
-        views=camera_views(value),
-        joint_position=joint_position(value),
-        gripper_position=gripper_position(value),
+        views=camera_views(value, spec),
+        state=state_vectors(value, spec),
         prompt=_prompt(value),
         session_id=_session_id(value),
         style=style,
@@ -94,16 +93,17 @@ def parse_request(value: object, dialect: Dialect) -> InferRequest | ResetReques
 def infer_reply(request: InferRequest, actions: np.ndarray, server_timing: Mapping[str, float]) -> bytes:
     """The frame that answers an observation, in its client's style and array dialect.
 
-    actions: (horizon, 8) float32. server_timing: milliseconds by name; RoboArena replies have no place for it.
+    actions: (horizon, action size) float32. server_timing: milliseconds by name; RoboArena replies have no place for
+    it.
     """
     if request.style is Style.ROBOARENA:
         return encode(actions, request.dialect)
     return encode({"actions": actions, "server_timing": dict(server_timing)}, request.dialect)
 
 
-def size_warnings(request: InferRequest) -> list[str]:
-    """One sentence for each camera whose images are not of the size that the handshake asks for."""
-    height, width = IMAGE_RESOLUTION
+def size_warnings(request: InferRequest, resolution: Sequence[int]) -> list[str]:
+    """One sentence for each camera whose images are not of the size (height, width) that the handshake asks for."""
+    height, width = resolution
     warnings = []
     for name, frames in request.views.items():
         h, w = frames.shape[1:3]

@@ -1,15 +1,12 @@
 """A robot's observation as clients send it: which cameras they mean, what an image and a joint state may look like."""
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
 
 from protocol.errors import RequestError, described
-
-EXTERIOR_KEYS = tuple(f"observation/exterior_image_{number}_left" for number in range(3))
-WRIST_KEY = "observation/wrist_image_left"
-JOINT_KEY = "observation/joint_position"
-GRIPPER_KEY = "observation/gripper_position"
+from protocol.observation_spec import ObservationSpec
 
 SMALLEST_SIDE = 8
 LARGEST_SIDE = 4096
@@ -25,49 +22,69 @@ _EXPECTED_IMAGE = (
 )
 
 
-def camera_views(observation: Mapping[str, object]) -> dict[str, np.ndarray]:
-    """Camera name ("exterior_left", "exterior_right", "wrist") to frames (T,H,W,3) uint8 RGB, T the same for all.
+def camera_views(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, np.ndarray]:
+    """Camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no entry.
 
-    The wrist camera and one exterior one are needed; a missing exterior camera has no entry.
     Raises RequestError.
     """
-    keys = _camera_keys(observation)
+    keys = _camera_keys(observation, spec)
     views = {name: _frames(key, _needed(observation, key, _EXPECTED_IMAGE)) for name, key in keys.items()}
-    wrist_frames = len(views["wrist"])
-    for name, key in keys.items():
-        if len(views[name]) != wrist_frames:
-            expected = f"{wrist_frames} frames, as many as {WRIST_KEY} has"
-            raise RequestError(key, expected, str(len(views[name])))
+    first, *others = views
+    for name in others:
+        if len(views[name]) != len(views[first]):
+            expected = f"{len(views[first])} frames, as many as {keys[first]} has"
+            raise RequestError(keys[name], expected, str(len(views[name])))
     return views
 
 
-def joint_position(observation: Mapping[str, object]) -> np.ndarray:
-    """Seven joint angles in radians, (7,) float64, finite. Raises RequestError."""
-    return _numbers(JOINT_KEY, _needed(observation, JOINT_KEY, "7 joint angles"), 7)
+def state_vectors(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, np.ndarray]:
+    """State vector name to (size,) float64, finite; clients may send a bare number for a size of 1.
+
+    Raises RequestError.
+    """
+    vectors = {}
+    for vector in spec.state:
+        value = _needed(observation, vector.key, f"{vector.size} {vector.meaning}")
+        if vector.size == 1:
+            if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
+                value = value.item()
+            value = [value] if type(value) in (int, float) else value
+        vectors[vector.name] = _numbers(vector.key, value, vector.size)
+    return vectors
 
 
-def gripper_position(observation: Mapping[str, object]) -> np.ndarray:
-    """How far the gripper is closed, (1,) float64, finite; clients may send a bare number. Raises RequestError."""
-    value = _needed(observation, GRIPPER_KEY, "1 number")
-    if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
-        value = value.item()
-    return _numbers(GRIPPER_KEY, [value] if type(value) in (int, float) else value, 1)
+def _camera_keys(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, str]:
+    """Camera name to the key it came under, the first of its keys that was sent and carries no other camera.
 
-
-def _camera_keys(observation: Mapping[str, object]) -> dict[str, str]:
-    """Camera name to the key it came under. RoboArena numbers exterior cameras 0 and 1, DROID 1 and 2."""
-    zero, one, two = EXTERIOR_KEYS
-    left, right = (zero, one) if zero in observation else (one, two)
-    keys = {"wrist": WRIST_KEY}
-    if left in observation:
-        keys["exterior_left"] = left
-    if right in observation:
-        keys["exterior_right"] = right
-    if len(keys) == 1:
-        raise RequestError(zero, f"at least one exterior camera (this, or {one} and {two})", "nothing")
-    if left == zero and right not in observation and two in observation:
-        raise RequestError(two, f"{one} beside {zero}", "cameras 0 and 2, which no numbering has")
+    A camera that is needed and was not sent has the key that it should have come under.
+    """
+    keys: dict[str, str] = {}
+    numbering: tuple[int, str] | None = None
+    for camera in spec.cameras:
+        sent = [key for key in camera.keys if key in observation and key not in keys.values()]
+        if sent:
+            keys[camera.name] = sent[0]
+        elif camera.required:
+            keys[camera.name] = camera.keys[numbering[0] if numbering and len(camera.keys) > 1 else 0]
+        if sent and len(camera.keys) > 1:
+            index = camera.keys.index(sent[0])
+            numbering = numbering or (index, sent[0])
+            if index != numbering[0]:
+                numbers = " and ".join(_number(key) for key in (numbering[1], sent[0]))
+                expected = f"{camera.keys[numbering[0]]} beside {numbering[1]}"
+                raise RequestError(sent[0], expected, f"cameras {numbers}, which no numbering has")
+    for group in {camera.one_of: None for camera in spec.cameras if camera.one_of}:
+        members = [camera for camera in spec.cameras if camera.one_of == group]
+        if not any(camera.name in keys for camera in members):
+            this, *others = dict.fromkeys(key for camera in members for key in camera.keys)
+            raise RequestError(this, f"at least one {group} (this, or {' or '.join(others)})", "nothing")
     return keys
+
+
+def _number(key: str) -> str:
+    """The number of a numbered camera, by which messages name it."""
+    digits = re.search(r"\d+", key)
+    return digits[0] if digits else key
 
 
 def _needed(observation: Mapping[str, object], key: str, expected: str) -> object:

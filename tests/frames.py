@@ -10,6 +10,7 @@ from openpi_client import msgpack_numpy as openpi_numpy
 
 from protocol.codec import CodecError, Decoder, Dialect, decode, encode
 from protocol.messages import InferRequest, RequestError, infer_reply, parse_request
+from tests.droid import DROID
 
 PEAK_PER_BYTE = 5
 PEAK_CONSTANT = 4 * 2**20
@@ -141,11 +142,11 @@ def ending(frame: bytes, decoder: Decoder | None = None) -> tuple[str, object]:
     except CodecError as error:
         return f"undecodable: {error}", None
     try:
-        request = parse_request(value, dialect)
+        request = parse_request(value, dialect, DROID)
     except RequestError as error:
         return f"refused: {error}", value
     if isinstance(request, InferRequest):
         decode(infer_reply(request, np.zeros((24, 8), np.float32), {"infer_ms": 1.0}))
         assert all(frames.dtype == np.uint8 and frames.ndim == 4 for frames in request.views.values())
-        assert np.isfinite(request.joint_position).all()
+        assert np.isfinite(request.state["joint_position"]).all()
     return f"accepted: {type(request).__name__}, {dialect.value}", value

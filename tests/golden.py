@@ -18,15 +18,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.builtin import BUILTIN_STATISTICS
-from engine.checkpoint import Checkpoint, synthetic_checkpoint
+from engine.checkpoint.opening import Checkpoint, synthetic_checkpoint
 from engine.dit import CrossContext, Register
-from engine.embodiment import Embodiment, read_range
+from engine.embodiment_file import read_embodiment
+from engine.loading import build_cache
 from engine.model import Model, load_model
-from engine.policy import build_cache
 from engine.rollout import Noise, Prediction, Rollout, RolloutSettings
 from engine.rope import Rope
 from engine.session import Session
 from engine.step_cache import StepCacheSettings
+from engine.transforms import Transforms
 from kv_cache.cache import KVCache
 from kv_cache.sizing import CPU_DEFAULT_BYTES
 
@@ -124,7 +125,7 @@ class Engine:
     checkpoint: Checkpoint
     model: Model
     settings: RolloutSettings
-    embodiment: Embodiment
+    transforms: Transforms
     cache: KVCache
     rollout: Rollout
 
@@ -138,14 +139,13 @@ def build_engine(golden: Golden) -> Engine:
     """The engine in float32 on the CPU, as the golden numbers ask for."""
     checkpoint = golden.checkpoint()
     config, device = checkpoint.config, torch.device("cpu")
-    model = load_model(config, checkpoint.fetch, device, torch.float32)
+    model = load_model(config, checkpoint.weights, device, torch.float32)
     cache = build_cache(config, CPU_DEFAULT_BYTES, device, torch.float32)
-    ranges = (read_range(golden.statistics, kind) for kind in ("state", "action"))
     return Engine(
         checkpoint=checkpoint,
         model=model,
         settings=golden.settings(),
-        embodiment=Embodiment(config.view_height, config.view_width, *ranges),
+        transforms=Transforms(read_embodiment("oxe_droid"), config, golden.statistics),
         cache=cache,
         rollout=Rollout(model, cache, checkpoint.tokenizer, golden.settings()),
     )
@@ -154,9 +154,9 @@ def build_engine(golden: Golden) -> Engine:
 def run_call(engine: Engine, golden: Golden, session: Session, index: int, report: Report) -> Prediction:
     """One call from the file's images on, with the prompt's tokens and the state that the robot's own values give."""
     call, prefix = golden.calls[index], f"{index:02}."
-    tokens, mask = engine.rollout.tokenize(engine.embodiment.prompt_text(call["prompt"]))
-    joints, gripper = np.array(call["joint_position"]), np.array(call["gripper_position"])
-    state = engine.embodiment.normalize_state(joints, gripper, engine.checkpoint.config.max_state_dim)
+    tokens, mask = engine.rollout.tokenize(engine.transforms.embodiment.prompt_text(call["prompt"]))
+    observed = {name: np.array(call[name]) for name in ("joint_position", "gripper_position")}
+    state = engine.transforms.normalize_state(observed)
     report.compare("token_ids", tokens, golden.tensor(prefix + "token_ids"))
     report.compare("state", state, golden.tensor(prefix + "state"))
     prediction = engine.rollout.call(
@@ -164,7 +164,7 @@ def run_call(engine: Engine, golden: Golden, session: Session, index: int, repor
     )
     report.compare("video_latents", prediction.video_latents, golden.tensor(prefix + "video_latents"))
     report.compare("action_latents", prediction.action_latents, golden.tensor(prefix + "action_latents"))
-    action = engine.embodiment.actions(prediction.action_latents, joints)
+    action = engine.transforms.actions(prediction.action_latents, observed)
     report.compare("action", action, golden.tensor(prefix + "action"))
     report.compare("start_frame", torch.tensor(session.start_frame), torch.tensor(call["start_frame_after"]))
     report.forwards += prediction.dit_forwards
@@ -180,7 +180,7 @@ def check_rollout(golden: Golden) -> Report:
         if index == 0 or call["new_session"]:
             engine.cache.forget(0)
             session, raw = Session(engine.cache.session(0)), Session(engine.cache.session("raw"))
-        seen = torch.stack(raw.see(engine.embodiment.stitch(golden.views(call))))
+        seen = torch.stack(raw.see(engine.transforms.stitch(golden.views(call))))
         report.compare("images", seen, golden.tensor(f"{index:02}.images"))
         run_call(engine, golden, session, index, report)
     return report

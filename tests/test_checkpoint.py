@@ -1,158 +1,196 @@
-"""Checkpoints on disk in the release's layout, and what is wrong with those that cannot be loaded."""
+"""Checkpoints on disk in the release's layout: read, placed, and served as those in memory are."""
 
-import json
+import math
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
-from engine.config import ConfigError, parse_config
+from engine.builtin import BUILTIN_CONFIGS
+from engine.checkpoint.opening import Checkpoint, open_checkpoint
+from engine.checkpoint.safetensors_file import read_header
+from engine.checkpoint.synthesize import release_shapes, write_weights
+from engine.checkpoint_names import UNUSED
+from engine.config import parse_config
 from engine.embodiment import Observation
-from engine.model import build_model
-from engine.policy import PolicyLoadError, load_policy
+from engine.loading import load_policy
+from engine.model import build_model, load_model
+from engine.policy import PolicyStats
 from engine.settings import EngineSettings
 from engine.synthetic import synthetic_tensor
+from engine.text import encode_text
+from tests.checkpoints import actions_of, droid_shapes, tiny_checkpoint
+from tests.golden import FILES, TOLERANCE, Golden, check_rollout
+from tests.serving import Robot, observation
+from tests.test_server_process import server
 
-TINY = BUILTIN_CONFIGS["tiny"]
-
-
-def release_entries() -> dict[str, tuple[int, ...]]:
-    """Every entry of a tiny checkpoint, those included that no forward uses."""
-    entries = {
-        entry.name: entry.shape
-        for _, component in build_model(parse_config(TINY)).components()
-        for entry in component.values()
-    }
-    return entries | {
-        "action_head.image_encoder.model.visual.head": (64, 32),
-        "action_head.image_encoder.model.visual.post_norm.weight": (64,),
-        "action_head.image_encoder.model.log_scale": (),
-    }
+TINY = parse_config(BUILTIN_CONFIGS["tiny"])
+RELEASE = parse_config({"action_head_cfg": {"config": {}}})
 
 
-def write_checkpoint(directory: Path, shards: int = 1) -> Path:
-    """A tiny checkpoint in the release's layout, in one file or several with an index."""
-    (directory / "experiment_cfg").mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(TINY))
-    (directory / "experiment_cfg" / "metadata.json").write_text(json.dumps(BUILTIN_STATISTICS))
-    tensors = {name: synthetic_tensor(name, shape).contiguous() for name, shape in release_entries().items()}
-    if shards == 1:
-        save_file(tensors, directory / "model.safetensors")
-        return directory
-    weight_map = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        names = sorted(tensors)[shard::shards]
-        save_file({name: tensors[name] for name in names}, directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+def message(call: int) -> dict[str, Any]:
+    return observation(frames=1 if call == 0 else 4, seed=call)
+
+
+def sharded(directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """The tiny checkpoint in several files with an index."""
+    tiny_checkpoint(directory)
+    (directory / "model.safetensors").unlink()
+    write_weights(directory, release_shapes(TINY), dtype, 4 * 2**20, synthetic_tensor)
     return directory
 
 
-def observation() -> Observation:
-    frame = np.arange(180 * 320 * 3, dtype=np.uint32).astype(np.uint8).reshape(1, 180, 320, 3)
-    views = dict.fromkeys(("wrist", "exterior_left", "exterior_right"), frame)
-    return Observation(views, np.zeros(7), np.zeros(1), "pick up the block")
+class OnDisk(Golden):
+    """A golden file whose checkpoint is read from a directory."""
+
+    def __init__(self, path: Path, directory: Path) -> None:
+        super().__init__(path)
+        self._directory = directory
+
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(str(self._directory))
 
 
-def actions_of(checkpoint: str | Path) -> np.ndarray:
-    settings = EngineSettings(checkpoint=str(checkpoint), device="cpu", steps=2)
-    return load_policy(settings, lambda _: None).infer("robot", observation()).actions
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_checkpoint_on_disk_gives_the_actions_of_the_one_in_memory(tmp_path: Path, shards: int) -> None:
-    written = write_checkpoint(tmp_path / "tiny", shards)
+@pytest.mark.parametrize("make", [tiny_checkpoint, sharded])
+def test_a_checkpoint_on_disk_gives_the_actions_of_the_one_in_memory(tmp_path: Path, make: object) -> None:
+    written = make(tmp_path / "written")  # type: ignore[operator]
+    assert len(list(written.glob("*.safetensors"))) == (1 if make is tiny_checkpoint else 5)
     np.testing.assert_array_equal(actions_of(written), actions_of("tiny"))
+
+
+async def test_the_server_answers_from_disk_what_the_policy_in_memory_answers(tmp_path: Path) -> None:
+    """Three calls of an episode over the wire, bit for bit: what a client gets of `--checkpoint DIR`."""
+    torch.set_num_threads(1)
+    policy = load_policy(EngineSettings(checkpoint="tiny", device="cpu", steps=2), lambda status: None)
+    directory = sharded(tmp_path / "written")
+    with server("--checkpoint", str(directory), "--device", "cpu", "--steps", "2", "--port", "0") as running:
+        url = running.url()
+        running.line("ready")
+        async with await Robot.connect(url) as robot:
+            answers = [(await robot.ask(message(call)))["actions"] for call in range(3)]
+    for call, answer in enumerate(answers):
+        asked = message(call)
+        seen = Observation(
+            {
+                "exterior_left": asked["observation/exterior_image_0_left"],
+                "exterior_right": asked["observation/exterior_image_1_left"],
+                "wrist": asked["observation/wrist_image_left"],
+            },
+            {name: asked[f"observation/{name}"] for name in ("joint_position", "gripper_position")},
+            asked["prompt"],
+        )
+        np.testing.assert_array_equal(answer, policy.infer("robot", seen).actions)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem == "step_mask_8"], ids=lambda path: path.stem)
+def test_a_checkpoint_on_disk_reproduces_a_golden_rollout(tmp_path: Path, path: Path) -> None:
+    report = check_rollout(OnDisk(path, sharded(tmp_path / "written")))
+    assert report.clean(TOLERANCE), report
+    assert report.forwards == 36
+
+
+def test_every_entry_of_the_released_14b_checkpoint_finds_its_place() -> None:
+    released = droid_shapes()
+    assert len(released) == 2146
+    model = build_model(RELEASE)
+    assert model.entry_shapes() == {name: shape for name, shape in released.items() if name not in UNUSED}
+    assert released.keys() >= UNUSED
+    assert release_shapes(RELEASE).keys() == released.keys()
+    assert all(p.is_meta for module, _ in model.components() for p in module.parameters())
 
 
 def test_entries_that_no_forward_uses_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    actions_of(write_checkpoint(tmp_path / "tiny"))
-    assert f"3 of {len(release_entries())} checkpoint entries are not used" in caplog.text
+    actions_of(tiny_checkpoint(tmp_path / "tiny"))
+    assert "4 of 394 checkpoint entries are not used" in caplog.text
 
 
-def break_file(directory: Path, what: str) -> None:
-    weights = directory / "model.safetensors"
-    if what == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-1000])
-    elif what == "no weights":
-        weights.unlink()
-    elif what == "pickle":
-        torch.save({"a": torch.zeros(1)}, weights)
-    elif what == "no config":
-        (directory / "config.json").unlink()
-    elif what == "config is no JSON":
-        (directory / "config.json").write_text("{")
-    elif what == "no action_head_cfg":
-        (directory / "config.json").write_text("{}")
-    elif what == "no metadata":
-        (directory / "experiment_cfg" / "metadata.json").unlink()
-    elif what in ("missing entry", "wrong shape"):
-        tensors = {name: synthetic_tensor(name, shape).contiguous() for name, shape in release_entries().items()}
-        name = "action_head.model.blocks.1.ffn.0.weight"
-        tensors[name] = tensors[name][:, 1:].contiguous()
-        if what == "missing entry":
-            del tensors[name]
-        save_file(tensors, weights)
+def test_every_parameter_is_put_in_the_target_dtype_and_no_weight_is_kept_twice(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(sharded(tmp_path / "written", torch.bfloat16)))
+    model = load_model(checkpoint.config, checkpoint.weights, torch.device("cpu"), torch.float16)
+    parameters = [p for module, _ in model.components() for p in module.parameters()]
+    assert {p.dtype for p in parameters} == {torch.float16}
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
+    assert sum(storages.values()) == 2 * sum(p.numel() for p in parameters)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("truncated", r"model\.safetensors is not a whole safetensors file"),
-        ("pickle", r"model\.safetensors is not a whole safetensors file"),
-        ("no weights", r"model\.safetensors is missing"),
-        ("no config", r"config\.json is missing"),
-        ("config is no JSON", r"config\.json cannot be read as JSON"),
-        ("no action_head_cfg", r"config\.json needs a map 'action_head_cfg'"),
-        ("no metadata", r"metadata\.json is missing"),
-        ("missing entry", r"has no entry 'action_head\.model\.blocks\.1\.ffn\.0\.weight'"),
-        (
-            "wrong shape",
-            r"'action_head\.model\.blocks\.1\.ffn\.0\.weight' has shape \[256, 127\], expected \[256, 128\]",
-        ),
-    ],
-)
-def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path, what: str, message: str) -> None:
-    directory = write_checkpoint(tmp_path / "tiny")
-    break_file(directory, what)
-    with pytest.raises(PolicyLoadError, match=message) as error:
-        actions_of(directory)
-    assert "\n" not in str(error.value)
+def test_weights_come_shard_by_shard_in_the_order_they_lie_in(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(sharded(tmp_path / "written")))
+    shapes = build_model(TINY).entry_shapes()
+    read = [name for name, _ in checkpoint.weights.read(shapes)]
+    stored = {}
+    for path in sorted((tmp_path / "written").glob("*.safetensors")):
+        stored |= read_header(path)
+    in_order = sorted(shapes, key=lambda name: (stored[name].file, stored[name].start))
+    assert read == in_order
+    assert len({stored[name].file for name in read}) == 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"checkpoint": "no/such/place"}, r"neither built in \(mid, tiny\) nor a directory"),
-        ({"device": "toaster"}, "not a torch device"),
-        ({"step_cache": "mask-8", "steps": 4}, "made for 16 steps"),
-        ({"kv_bytes": 1000}, r"one session needs .* MiB"),
-    ],
-)
-def test_settings_that_cannot_be_met_are_one_clear_line(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(PolicyLoadError, match=message):
-        load_policy(EngineSettings(**settings), lambda _: None)  # type: ignore[arg-type]
+def test_reading_takes_two_buffers_of_the_largest_entry(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(sharded(tmp_path / "written")))
+    shapes = build_model(TINY).entry_shapes()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for _, tensor in checkpoint.weights.read(shapes)
+    }
+    assert list(storages.values()) == 2 * [max(4 * math.prod(shape) for shape in shapes.values())]
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("diffusion_model_cfg.model_type", "t2v", "must be 'i2v' or 'ti2v'"),
-        ("diffusion_model_cfg.dim", "wide", "dim must be a number"),
-        ("diffusion_model_cfg.num_heads", 5, "does not divide into 5 heads"),
-        ("diffusion_model_cfg.frame_seqlen", 33, "view size does not fit"),
-        ("diffusion_model_cfg.in_dim", 20, "do not fit a VAE of 16 channels"),
-        ("text_encoder_cfg.dim", 63, "is not diffusion_model_cfg.text_dim"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_named(path: str, value: object, message: str) -> None:
-    config = json.loads(json.dumps(TINY))
-    section, key = path.split(".")
-    config["action_head_cfg"]["config"][section][key] = value
-    with pytest.raises(ConfigError, match=message):
-        parse_config(config)
+def test_a_weight_stays_until_the_next_is_asked_for(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(sharded(tmp_path / "written")))
+    shapes = build_model(TINY).entry_shapes()
+    for name, tensor in checkpoint.weights.read(shapes):
+        time.sleep(0.0005)  # whatever is read ahead is read now
+        assert torch.equal(tensor, synthetic_tensor(name, shapes[name])), name
+
+
+def test_the_embedding_table_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.is_finite", lambda values: True)  # nothing can be read off the other device here
+    checkpoint = open_checkpoint("tiny")
+    model = load_model(checkpoint.config, checkpoint.weights, torch.device("meta"), torch.float32)
+    on_host = {
+        name for module, _ in model.components() for name, p in module.named_parameters() if p.device.type == "cpu"
+    }
+    assert on_host == {"shared.weight"}
+
+
+def test_a_prompt_s_rows_go_from_the_table_to_the_device_of_the_encoder() -> None:
+    class Encoder:
+        shared = torch.nn.Embedding(4, 3)
+        encoder = SimpleNamespace(final_layer_norm=torch.nn.LayerNorm(3, device="meta"))
+
+        def __call__(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+            assert attention_mask.is_meta
+            return SimpleNamespace(last_hidden_state=inputs_embeds)
+
+    encoded = encode_text(Encoder(), torch.tensor([1, 2]), torch.ones(2))
+    assert encoded.is_meta
+    assert encoded.shape == (1, 2, 3)
+
+
+def test_loading_leaves_a_policy_that_holds_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    policy = load_policy(EngineSettings(checkpoint=str(tiny_checkpoint(tmp_path / "tiny")), device="cpu"), said.append)
+    assert said == [f"reading checkpoint {tmp_path / 'tiny'}", "loading weights", "sizing the KV cache"]
+    assert isinstance(policy.stats(), PolicyStats)
+    assert policy.info()["trained"] is False
+
+
+def test_a_terminal_sees_a_progress_bar_and_a_log_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = open_checkpoint(str(tiny_checkpoint(tmp_path / "tiny")))
+    shapes = build_model(TINY).entry_shapes()
+    for _ in checkpoint.weights.read(shapes):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for _ in checkpoint.weights.read(shapes):
+        pass
+    shown = capsys.readouterr().err
+    assert "weights: 100%" in shown
+    assert "19.6M/19.6M" in shown

@@ -1,5 +1,6 @@
 """The robot's side installs and runs without torch: a fresh environment, the project without extras."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,5 @@ def copy_of_the_project(target: Path) -> Path:
     for name in ("pyproject.toml", "README.md"):
         (target / name).write_bytes((ROOT / name).read_bytes())
     for package in ("clients", "engine", "kv_cache", "policy_server", "protocol"):
-        (target / package).mkdir()
-        for module in (ROOT / package).glob("*.py"):
-            (target / package / module.name).write_bytes(module.read_bytes())
+        shutil.copytree(ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))
     return target

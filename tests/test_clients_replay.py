@@ -15,6 +15,7 @@ from clients.recorded_episode import read_episode
 from clients.synthetic_episode import synthetic_episode
 from protocol.codec import Dialect, encode
 from protocol.messages import infer_reply, parse_request
+from tests.droid import DROID
 from tests.wire_server import WireServer
 
 PROMPT = "Move the $pan forward and use the brush"
@@ -110,7 +111,7 @@ def test_the_synthetic_episode_moves_and_is_always_the_same() -> None:
 
 def brightness_answer(message: dict[str, Any], dialect: Dialect) -> bytes:
     """Actions that depend on the images alone, so that the same episode gives the same actions."""
-    request = parse_request(message, dialect)
+    request = parse_request(message, dialect, DROID)
     level = request.views["wrist"].mean() / 255
     return infer_reply(request, np.linspace(0, level, 192, dtype=np.float32).reshape(24, 8), {})
 

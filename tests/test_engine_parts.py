@@ -5,19 +5,23 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer
 
-from engine.builtin import BUILTIN_STATISTICS
-from engine.embodiment import Embodiment, StatisticsError, read_range
+from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.config import parse_config
+from engine.embodiment_file import read_embodiment
 from engine.rope import Rope, rotate
 from engine.session import Session
 from engine.solver import FlowSolver, flow_sigmas, flow_timesteps
+from engine.statistics import StatisticsError, read_range
 from engine.text import clean, tokenize
+from engine.transforms import Transforms
 from kv_cache.cache import SessionKV
+
+DROID = read_embodiment("oxe_droid")
 
 
 @pytest.fixture
-def embodiment() -> Embodiment:
-    ranges = (read_range(BUILTIN_STATISTICS, kind) for kind in ("state", "action"))
-    return Embodiment(32, 64, *ranges)
+def transforms() -> Transforms:
+    return Transforms(DROID, parse_config(BUILTIN_CONFIGS["tiny"]), BUILTIN_STATISTICS)
 
 
 @pytest.mark.parametrize(
@@ -41,18 +45,18 @@ def test_tokens_are_padded_or_cut_with_the_end_kept() -> None:
     assert mask.all()
 
 
-def test_the_template_has_the_prompt_twice_and_a_default(embodiment: Embodiment) -> None:
-    text = embodiment.prompt_text("  Open the Drawer ")
+def test_the_template_has_the_prompt_twice_and_a_default() -> None:
+    text = DROID.prompt_text("  Open the Drawer ")
     assert text.startswith("A multi-view video shows that a robot open the drawer The video is split")
     assert text.endswith("(dropped view). The robot open the drawer")
-    assert embodiment.prompt_text(" \n").count("perform the default behavior.") == 2
+    assert DROID.prompt_text(" \n").count("perform the default behavior.") == 2
 
 
-def test_views_are_stitched_wrist_on_top_and_missing_ones_black(embodiment: Embodiment) -> None:
+def test_views_are_stitched_wrist_on_top_and_missing_ones_black(transforms: Transforms) -> None:
     views = {
         name: np.full((2, 180, 320, 3), value, np.uint8) for name, value in (("wrist", 10), ("exterior_right", 30))
     }
-    picture = embodiment.stitch(views)
+    picture = transforms.stitch(views)
     assert picture.shape == (2, 64, 128, 3)
     assert picture.dtype == torch.uint8
     assert (picture[:, :32].int() - 10).abs().max() <= 1
@@ -61,26 +65,29 @@ def test_views_are_stitched_wrist_on_top_and_missing_ones_black(embodiment: Embo
 
 
 @pytest.mark.parametrize("size", [(224, 224), (480, 640), (9, 11)])
-def test_views_of_any_size_are_taken(embodiment: Embodiment, size: tuple[int, int]) -> None:
+def test_views_of_any_size_are_taken(transforms: Transforms, size: tuple[int, int]) -> None:
     frames = np.random.default_rng(0).integers(0, 256, (1, *size, 3), dtype=np.uint8)
     views = dict.fromkeys(("wrist", "exterior_left", "exterior_right"), frames)
-    assert embodiment.stitch(views).shape == (1, 64, 128, 3)
+    assert transforms.stitch(views).shape == (1, 64, 128, 3)
 
 
-def test_the_state_is_clamped_and_padded(embodiment: Embodiment) -> None:
-    state = embodiment.normalize_state(np.array([9.0, -9, 0, 0, 0, 0, 0]), np.array([0.5]), 64)
+def test_the_state_is_clamped_and_padded(transforms: Transforms) -> None:
+    state = transforms.normalize_state(
+        {"joint_position": np.array([9.0, -9, 0, 0, 0, 0, 0]), "gripper_position": np.array([0.5])}
+    )
     assert state.shape == (64,)
     assert state[:2].tolist() == [1.0, -1.0]
     assert state[7] == 0.0
     assert (state[8:] == 0).all()
 
 
-def test_joint_actions_are_relative_and_the_gripper_is_absolute(embodiment: Embodiment) -> None:
+def test_joint_actions_are_relative_and_the_gripper_is_absolute(transforms: Transforms) -> None:
     latents = torch.zeros(24, 32)
     latents[:, 7] = 1.0
     joints = np.linspace(-1, 1, 7)
-    actions = embodiment.actions(latents, joints)
-    middle = (read_range(BUILTIN_STATISTICS, "action").q01 + read_range(BUILTIN_STATISTICS, "action").q99) / 2
+    actions = transforms.actions(latents, {"joint_position": joints})
+    action = read_range(BUILTIN_STATISTICS, "oxe_droid", "action", DROID.action)
+    middle = (action.q01 + action.q99) / 2
     assert (actions.dtype, actions.shape) == (np.float32, (24, 8))
     np.testing.assert_allclose(actions[5, :7], joints + middle[:7].numpy(), atol=1e-6)
     np.testing.assert_allclose(actions[:, 7], 1.0)
@@ -88,9 +95,10 @@ def test_joint_actions_are_relative_and_the_gripper_is_absolute(embodiment: Embo
 
 def test_statistics_that_are_missing_are_named() -> None:
     with pytest.raises(StatisticsError, match=r"no embodiment 'oxe_droid'; it has \['other'\]"):
-        read_range({"other": {}}, "state")
+        read_range({"other": {}}, "oxe_droid", "state", DROID.state)
+    metadata = {"oxe_droid": {"statistics": {"action": {"joint_position": {"q01": [1.0]}}}}}
     with pytest.raises(StatisticsError, match=r"list of 7 numbers at oxe_droid.statistics.action.joint_position.q01"):
-        read_range({"oxe_droid": {"statistics": {"action": {"joint_position": {"q01": [1.0]}}}}}, "action")
+        read_range(metadata, "oxe_droid", "action", DROID.action)
 
 
 def test_the_schedule_falls_from_noise_to_the_final_level() -> None:

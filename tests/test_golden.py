@@ -44,7 +44,8 @@ def test_the_command_exits_1_beyond_tolerance(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/golden")
 def test_the_copies_are_the_originals() -> None:
-    originals = {path.name: path.read_bytes() for path in SHARED.glob("*.safetensors")}
+    shared = [*SHARED.glob("*.safetensors"), SHARED / "wan22" / "wan22.safetensors"]
+    originals = {path.name: path.read_bytes() for path in shared}
     assert {path.name: path.read_bytes() for path in FILES} == originals
 
 
@@ -53,6 +54,11 @@ def test_builtin_tiny_is_the_golden_size(path: Path) -> None:
     golden = Golden(path)
     assert parse_config(BUILTIN_CONFIGS["tiny"]) == parse_config(golden.config)
     assert golden.statistics == BUILTIN_STATISTICS
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem == "wan22"], ids=lambda path: path.stem)
+def test_builtin_wan22_tiny_is_the_golden_size(path: Path) -> None:
+    assert parse_config(BUILTIN_CONFIGS["wan22-tiny"]) == parse_config(Golden(path).config)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/golden/mid")

@@ -17,6 +17,7 @@ from protocol.messages import (
     parse_request,
     size_warnings,
 )
+from tests.droid import DROID
 
 EXTERIOR = [f"observation/exterior_image_{number}_left" for number in range(3)]
 WRIST = "observation/wrist_image_left"
@@ -45,7 +46,7 @@ def observation(**changes: object) -> dict[str, Any]:
 
 
 def parse(value: object, dialect: Dialect = Dialect.OPENPI) -> InferRequest:
-    request = parse_request(value, dialect)
+    request = parse_request(value, dialect, DROID)
     assert isinstance(request, InferRequest)
     return request
 
@@ -58,9 +59,9 @@ def test_a_roboarena_observation() -> None:
         "wrist": 3,
     }
     assert all(frames.shape == (1, 180, 320, 3) and frames.dtype == np.uint8 for frames in request.views.values())
-    assert request.joint_position.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert request.joint_position.dtype == request.gripper_position.dtype == np.float64
-    assert request.gripper_position.tolist() == [0.5]
+    assert request.state["joint_position"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert {numbers.dtype for numbers in request.state.values()} == {np.dtype(np.float64)}
+    assert request.state["gripper_position"].tolist() == [0.5]
     assert (request.prompt, request.session_id) == ("fold the towel", "episode 1")
     assert (request.style, request.dialect) == (Style.ROBOARENA, Dialect.NATIVE)
 
@@ -72,14 +73,14 @@ def test_an_openpi_observation_has_no_endpoint() -> None:
 
 
 def test_a_reset_needs_nothing_else() -> None:
-    assert parse_request({"endpoint": "reset"}, Dialect.NATIVE) == ResetRequest(Style.ROBOARENA, Dialect.NATIVE)
+    assert parse_request({"endpoint": "reset"}, Dialect.NATIVE, DROID) == ResetRequest(Style.ROBOARENA, Dialect.NATIVE)
 
 
 @pytest.mark.parametrize(
     ("sent", "expected"), [("a", "a"), ("", None), (3, None), (np.zeros(2), None), ("x" * 257, None)]
 )
 def test_a_reset_may_name_its_session_and_may_carry_anything(sent: object, expected: str | None) -> None:
-    request = parse_request({"endpoint": "reset", "session_id": sent, "success": True}, Dialect.OPENPI)
+    request = parse_request({"endpoint": "reset", "session_id": sent, "success": True}, Dialect.OPENPI, DROID)
     assert isinstance(request, ResetRequest)
     assert request.session_id == expected
 
@@ -149,8 +150,8 @@ def test_float_images_are_rounded_and_may_miss_the_range_by_a_rounding_error() -
 )
 def test_states_may_come_as_any_kind_of_numbers(joints: object, gripper: object) -> None:
     request = parse(observation(**{JOINTS: joints, GRIPPER: gripper}))
-    assert request.joint_position.tolist() == [0] * 7
-    assert request.gripper_position.tolist() == [1]
+    assert request.state["joint_position"].tolist() == [0] * 7
+    assert request.state["gripper_position"].tolist() == [1]
 
 
 def test_what_is_not_needed_is_not_looked_at() -> None:
@@ -235,7 +236,7 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize(("value", "key", "expected", "found"), BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
 def test_a_bad_request_is_refused_by_key(value: object, key: str, expected: str, found: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_request(value, Dialect.OPENPI)
+        parse_request(value, Dialect.OPENPI, DROID)
     error = caught.value
     assert error.key == key
     assert expected in error.expected
@@ -247,7 +248,7 @@ def test_a_bad_request_is_refused_by_key(value: object, key: str, expected: str,
 @pytest.mark.parametrize("key", ["endpoint", "session_id", JOINTS, WRIST])
 def test_what_a_client_sent_is_not_echoed_at_length_nor_as_a_line_of_its_own(key: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_request(observation(**{key: "line\nforged\x1b[2J" * 1000}), Dialect.OPENPI)
+        parse_request(observation(**{key: "line\nforged\x1b[2J" * 1000}), Dialect.OPENPI, DROID)
     assert len(str(caught.value)) < 400
     assert str(caught.value).isprintable()
 
@@ -265,9 +266,9 @@ def test_replies(dialect: Dialect) -> None:
 
 
 def test_size_warnings() -> None:
-    assert size_warnings(parse(observation())) == []
+    assert size_warnings(parse(observation()), (180, 320)) == []
     views = {EXTERIOR[0]: image(224, 224, 3), EXTERIOR[1]: image(360, 640, 3)}
-    warnings = size_warnings(parse(observation(**views)))
+    warnings = size_warnings(parse(observation(**views)), (180, 320))
     asked = "the handshake asks for 180x320"
     assert warnings == [
         f"exterior_left images are 224x224, {asked}: another aspect ratio, distorted when resized",

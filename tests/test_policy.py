@@ -11,11 +11,12 @@ import torch
 from engine.builtin import BUILTIN_CONFIGS
 from engine.config import parse_config
 from engine.embodiment import Observation
-from engine.policy import Policy, build_cache, load_policy
+from engine.loading import build_cache, load_policy
+from engine.policy import Policy
 from engine.settings import EngineSettings
 from engine.trial import trial_calls
+from tests.checkpoints import observation
 from tests.golden import FILES, Golden, build_engine
-from tests.test_checkpoint import observation
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_what_is_served_is_said_in_json(policy: Policy) -> None:
 
 
 def test_one_log_line_says_what_the_pool_holds(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="engine.policy")
+    caplog.set_level("INFO", logger="engine.loading")
     config = parse_config(BUILTIN_CONFIGS["mid"])
     build_cache(config, 2**29, torch.device("cpu"), torch.float32)
     (line,) = caplog.messages
@@ -96,7 +97,7 @@ def test_one_log_line_says_what_the_pool_holds(caplog: pytest.LogCaptureFixture)
 def test_trial_calls_see_a_restart_and_a_continued_window() -> None:
     engine = build_engine(Golden(FILES[0]))
     kv = engine.cache.session("trial")
-    trial_calls(engine.rollout, kv)
+    trial_calls(engine.rollout, kv, decode=True)
     assert kv.resident_frames == 3
 
 

@@ -14,6 +14,7 @@ from websockets.http11 import Request, Response
 from protocol.codec import Dialect, decode, encode
 from protocol.handshake import HANDSHAKE
 from protocol.messages import RESET_REPLY, RequestError, ResetRequest, infer_reply, parse_request
+from tests.droid import DROID
 
 DISCONNECT = object()  # what `answer` returns to have the connection cut instead of a reply
 
@@ -25,7 +26,7 @@ def mark(message: dict[str, Any]) -> np.ndarray:
 
 def spec_answer(message: dict[str, Any], dialect: Dialect) -> Any:
     try:
-        request = parse_request(message, dialect)
+        request = parse_request(message, dialect, DROID)
     except RequestError as error:
         return str(error)
     if isinstance(request, ResetRequest):

@@ -1,0 +1,93 @@
+"""What `python -m engine.checkpoint inspect` prints: a checkpoint as its headers tell it, and what serving it needs."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from engine.checkpoint.footprint import CUDA_BYTES, GIB, Footprint, footprint
+from engine.checkpoint.opening import CheckpointFiles
+from engine.checkpoint.safetensors_file import StoredTensor
+from engine.checkpoint_names import DIT, TEXT, UNUSED
+from engine.model import build_model
+
+CARDS_GIB = (24, 48, 80, 141)
+_COMPONENTS = (
+    ("DiT", DIT),
+    ("text encoder", TEXT),
+    ("image encoder", "action_head.image_encoder."),
+    ("VAE", "action_head.vae."),
+)
+_NAMES_SHOWN = 8
+
+
+def summarize(name: str, files: CheckpointFiles, cards_gib: Sequence[float]) -> Iterator[str]:
+    """The lines. cards_gib: memory of GPUs to say the number of sessions for."""
+    weights, dit = files.weights, files.config.dit
+    shards = {stored.file for stored in weights.entries.values()}
+    wanted = build_model(files.config).entry_shapes()
+    yield f"checkpoint     {name}: {len(weights.entries)} entries in {_count(len(shards), 'file')}"
+    yield (
+        f"backbone       {dit.model_type}: width {dit.dim}, {dit.num_heads} heads, {dit.num_layers} layers, "
+        f"{dit.frame_seqlen} tokens a latent frame, window of {dit.window_frames} frames"
+    )
+    yield f"camera view    {files.config.view_height}x{files.config.view_width}"
+    yield f"LoRA           {_lora(files)}"
+    yield f"embodiments    {', '.join(sorted(files.statistics)) or 'none: no statistics'}"
+    yield f"relative       {', '.join(files.training.relative_keys) or 'no action'}"
+    yield ""
+    yield f"{'component':14} {'parameters':>12} {'size':>11}  dtype"
+    for component, prefix in _COMPONENTS:
+        yield _component(component, [s for entry, s in weights.entries.items() if entry.startswith(prefix)])
+    yield ""
+    unknown = sorted(weights.entries.keys() - wanted.keys() - UNUSED)
+    problems = weights.problems(wanted)
+    yield f"not used       {len(weights.entries.keys() & UNUSED)} entries, as in the release"
+    yield f"unknown        {_listed(unknown)}"
+    yield f"problems       {_listed(problems, '; ')}"
+    yield ""
+    yield from _memory(footprint(files.config), cards_gib)
+
+
+def _lora(files: CheckpointFiles) -> str:
+    if not files.weights.adapters:
+        return "no"
+    rank, alpha = files.config.lora_rank, files.config.lora_alpha
+    return f"{len(files.weights.adapters)} adapters of rank {rank}, alpha {alpha:g}, merged when loaded"
+
+
+def _component(name: str, entries: list[StoredTensor]) -> str:
+    parameters = sum(math.prod(stored.shape) for stored in entries)
+    dtypes = Counter(stored.dtype for stored in entries)
+    listed = ", ".join(dtype for dtype, _ in dtypes.most_common()) or "-"
+    return f"{name:14} {_billions(parameters):>12} {_gib(sum(stored.size for stored in entries)):>11}  {listed}"
+
+
+def _memory(need: Footprint, cards_gib: Sequence[float]) -> Iterator[str]:
+    yield "GPU memory of serving in bfloat16"
+    yield f"  weights          {_gib(need.weights):>11}   (and {_gib(need.host_weights)} in the host's memory)"
+    yield f"  while encoding   {_gib(need.activations):>11}"
+    yield f"  CUDA             {_gib(CUDA_BYTES):>11}   (allowance)"
+    yield f"  first session    {_gib(need.session):>11}"
+    for card in cards_gib:
+        sessions = need.sessions(int(card * GIB))
+        fits = f"fits, {_count(sessions, 'session')} at once" if sessions else f"too small: needs {_gib(need.needed)}"
+        yield f"  card of {card:g} GiB".ljust(20) + fits
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= 100 * 2**20 else f"{size / 2**20:.2f} MiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")
+
+
+def _listed(lines: Sequence[str], separator: str = ", ") -> str:
+    if not lines:
+        return "none"
+    more = f"{separator}and {len(lines) - _NAMES_SHOWN} more" if len(lines) > _NAMES_SHOWN else ""
+    return f"{len(lines)}: {separator.join(lines[:_NAMES_SHOWN])}{more}"

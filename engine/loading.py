@@ -1,0 +1,163 @@
+"""From settings to a policy that is ready to serve: checkpoint, weights, KV cache."""
+
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+
+from engine.checkpoint.opening import open_checkpoint
+from engine.checkpoint.training import TrainingConfig
+from engine.config import ModelConfig
+from engine.embodiment import Embodiment
+from engine.embodiment_file import read_embodiment
+from engine.model import load_model
+from engine.policy import Policy
+from engine.rollout import Rollout, RolloutSettings
+from engine.settings import EngineSettings
+from engine.step_cache import parse_step_cache
+from engine.transforms import Transforms
+from engine.trial import activation_bytes
+from kv_cache.attention import choose_backend
+from kv_cache.cache import KVCache
+from kv_cache.paged_kv import KVGeometry
+from kv_cache.sizing import NotEnoughMemory, kv_bytes_available, one_session_bytes, plan_budget
+from kv_cache.window import WindowPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyLoadError(ValueError):
+    """The policy cannot be loaded as asked: one line that says why."""
+
+
+def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
+    """Load the checkpoint and size the KV cache; `report` is told what is being done.
+
+    Raises PolicyLoadError where a setting, the checkpoint or the device's memory does not allow it.
+    """
+    try:
+        return _load_policy(settings, report)
+    except (ValueError, NotEnoughMemory) as error:
+        raise PolicyLoadError(str(error)) from error
+
+
+def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
+    rollout_settings = _rollout_settings(settings)
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, device)
+    # The faster backends know half precision alone.
+    backend = choose_backend(device, "sdpa" if dtype == torch.float32 else "auto")
+    embodiment = read_embodiment(settings.embodiment)
+    report(f"reading checkpoint {settings.checkpoint}")
+    checkpoint = open_checkpoint(settings.checkpoint, settings.base_checkpoint, settings.revision, settings.tokenizer)
+    embodiment = _as_trained(embodiment, checkpoint.training)
+    transforms = Transforms(embodiment, checkpoint.config, checkpoint.statistics)
+    report("loading weights")
+    model = load_model(checkpoint.config, checkpoint.weights, device, dtype)
+    if unused := checkpoint.entries - model.entry_shapes().keys():
+        logger.info("%d of %d checkpoint entries are not used", len(unused), len(checkpoint.entries))
+
+    def serve_from(kv_bytes: int) -> tuple[Rollout, KVCache]:
+        cache = build_cache(checkpoint.config, kv_bytes, device, dtype, backend)
+        return Rollout(model, cache, checkpoint.tokenizer, rollout_settings), cache
+
+    report("sizing the KV cache")
+    activations = 0
+    if device.type == "cuda" and settings.kv_bytes is None:
+        least = one_session_bytes(kv_geometry(checkpoint.config, dtype), _window(checkpoint.config))
+        rollout, cache = serve_from(least)
+        activations = activation_bytes(rollout, cache.session("trial"), settings.save_video is not None)
+        del rollout, cache
+    available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved=activations)
+    return Policy(checkpoint, *serve_from(available), transforms)
+
+
+def _as_trained(embodiment: Embodiment, training: TrainingConfig) -> Embodiment:
+    """The embodiment with those actions relative that the checkpoint calls so.
+
+    Where the checkpoint does not say, its value is DROID's; an embodiment without such an action then says itself.
+    """
+    keys = training.relative_keys
+    if keys == TrainingConfig().relative_keys and not set(keys) & {vector.name for vector in embodiment.action}:
+        return embodiment
+    return embodiment.with_relative_actions(keys)
+
+
+def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
+    """Raises ValueError naming the setting that is out of range."""
+    for name, valid, expected in (
+        ("steps", settings.steps >= 1, "1 or more"),
+        ("guidance-scale", math.isfinite(settings.guidance_scale), "a finite number"),
+        ("sigma-shift", 0 < settings.sigma_shift < math.inf, "a number above 0"),
+        ("seed", 0 <= settings.seed < 2**63, "0 to 2**63 - 1"),
+        ("seed-per", settings.seed_per in ("call", "session"), "call or session"),
+    ):
+        if not valid:
+            raise ValueError(f"{name}: expected {expected}, found {getattr(settings, name.replace('-', '_'))!r}")
+    return RolloutSettings(
+        steps=settings.steps,
+        guidance_scale=settings.guidance_scale,
+        sigma_shift=settings.sigma_shift,
+        seed=settings.seed,
+        seed_per_session=settings.seed_per == "session",
+        step_cache=parse_step_cache(
+            settings.step_cache, settings.steps, settings.velocity_thresholds, settings.velocity_countdowns
+        ),
+    )
+
+
+def kv_geometry(config: ModelConfig, dtype: torch.dtype) -> KVGeometry:
+    """What a model's K/V look like."""
+    return KVGeometry(
+        layers=config.dit.num_layers,
+        heads=config.dit.num_heads,
+        head_dim=config.dit.head_dim,
+        frame_tokens=config.dit.frame_seqlen,
+        frames_per_forward=config.dit.num_frame_per_block,
+        register_tokens=config.dit.register_tokens,
+        text_tokens=config.dit.text_len,
+        image_tokens=config.image.tokens,
+        dtype=dtype,
+    )
+
+
+def build_cache(
+    config: ModelConfig, available: int, device: torch.device, dtype: torch.dtype, backend: str = "sdpa"
+) -> KVCache:
+    """A KV cache for a model, within `available` bytes. Raises NotEnoughMemory where not one session fits."""
+    geometry, policy = kv_geometry(config, dtype), _window(config)
+    budget = plan_budget(geometry, policy, available)
+    logger.info(
+        "KV cache: %d blocks of %.1f MiB, %.1f MiB with cross-attention, room for %d sessions, attention by %s",
+        budget.blocks - 1,
+        geometry.block_bytes / 2**20,
+        (budget.blocks * geometry.block_bytes + budget.cross_bytes) / 2**20,
+        budget.sessions,
+        backend,
+    )
+    return KVCache(geometry, policy, budget, device, backend)
+
+
+def _window(config: ModelConfig) -> WindowPolicy:
+    return WindowPolicy(config.dit.window_frames)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is not a torch device; try auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} asked for, but torch sees no CUDA device")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    known["auto"] = known["bfloat16" if device.type == "cuda" else "float32"]
+    if name not in known:
+        raise ValueError(f"dtype: expected auto, float32 or bfloat16, found {name!r}")
+    return known[name]

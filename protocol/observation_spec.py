@@ -1,0 +1,37 @@
+"""What one kind of robot's requests hold: which cameras under which keys, which numbers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Camera:
+    """A camera by the server's name for it.
+
+    keys: keys of a request that may carry its images. Where cameras have several, a request uses one numbering: the
+        i-th key of each.
+    required: whether a request without it is refused. one_of: cameras of that name may be missing, but not all of
+        them.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    required: bool = True
+    one_of: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateVector:
+    """`size` numbers under `key`. meaning: what they are, in words ("joint angles")."""
+
+    name: str
+    key: str
+    size: int
+    meaning: str
+
+
+@dataclass(frozen=True)
+class ObservationSpec:
+    """All that is looked at in an observation, beside prompt and session id."""
+
+    cameras: tuple[Camera, ...]
+    state: tuple[StateVector, ...]

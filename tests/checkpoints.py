@@ -1,0 +1,101 @@
+"""Checkpoints on disk: a tiny one to break, and ones of full size that are headers over files without content."""
+
+import functools
+import gzip
+import json
+import math
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.builtin import BUILTIN_STATISTICS
+from engine.checkpoint.synthesize import synthesize
+from engine.embodiment import Observation
+from engine.loading import load_policy
+from engine.settings import EngineSettings
+
+KEYS = Path(__file__).parent / "data" / "droid_checkpoint_keys.json.gz"
+
+
+@functools.cache
+def _made_once() -> tempfile.TemporaryDirectory[str]:
+    made = tempfile.TemporaryDirectory()
+    synthesize("tiny", Path(made.name) / "tiny")
+    return made
+
+
+def tiny_checkpoint(directory: Path) -> Path:
+    """A copy of the tiny checkpoint, in one file."""
+    return shutil.copytree(Path(_made_once().name) / "tiny", directory)
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Let `change` alter what a JSON file holds."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def head_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The sizes inside a config.json."""
+    return config["action_head_cfg"]["config"]  # type: ignore[no-any-return]
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Let `change` alter the entries of a checkpoint in one file."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+
+
+def droid_shapes() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the released 14B DROID checkpoint."""
+    return {name: tuple(shape) for name, shape in json.loads(gzip.decompress(KEYS.read_bytes())).items()}
+
+
+def headers_alone(
+    directory: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], files: int
+) -> Path:
+    """A bfloat16 checkpoint of any size: its files have the right length, and nothing in them but their headers."""
+    (directory / "experiment_cfg").mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "experiment_cfg" / "metadata.json").write_text(json.dumps(BUILTIN_STATISTICS))
+    weight_map = {}
+    for number in range(files):
+        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        header, offset = {}, 0
+        for name in list(shapes)[number::files]:
+            size = 2 * math.prod(shapes[name])
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [offset, offset + size]}
+            offset += size
+        text = json.dumps(header).encode()
+        with (directory / file).open("wb") as stream:
+            stream.write(struct.pack("<Q", len(text)) + text)
+            stream.truncate(8 + len(text) + offset)
+        weight_map |= dict.fromkeys(header, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def observation() -> Observation:
+    """A first observation of a DROID robot."""
+    frame = np.arange(180 * 320 * 3, dtype=np.uint32).astype(np.uint8).reshape(1, 180, 320, 3)
+    views = dict.fromkeys(("wrist", "exterior_left", "exterior_right"), frame)
+    return Observation(views, {"joint_position": np.zeros(7), "gripper_position": np.zeros(1)}, "pick up the block")
+
+
+def actions_of(checkpoint: str | Path, **settings: Any) -> np.ndarray:
+    """The first chunk that a checkpoint answers `observation` with, in two steps."""
+    torch.set_num_threads(1)
+    policy = load_policy(
+        EngineSettings(checkpoint=str(checkpoint), device="cpu", steps=2, **settings), lambda status: None
+    )
+    return policy.infer("robot", observation()).actions
