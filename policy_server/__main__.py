@@ -26,8 +26,6 @@ EXIT_BAD_SETTINGS = 2
 # A supervisor may signal the process and then its group, which are one order, not two.
 ECHO_SECONDS = 0.5
 
-BUILT_IN_CHECKPOINTS = ("tiny", "mid")
-
 
 def main() -> None:
     """Serve, and leave with 0 after an orderly stop, 2 for bad settings, 1 for anything else."""
@@ -47,19 +45,22 @@ async def run(settings: ServerSettings, load_policy: LoadPolicy) -> int:
     try:
         await server.start()
     except SettingsError as error:
-        log_event(log, logging.ERROR, "cannot start", reason=str(error))
+        log.error("cannot start: %s", error)
         return EXIT_BAD_SETTINGS
     ready, ended = asyncio.ensure_future(server.ready()), asyncio.ensure_future(server.engine_ended())
     await asyncio.wait((told_to_stop, ended, ready), return_when=asyncio.FIRST_COMPLETED)
     if ready.done() and ready.exception() is None:
-        log_event(log, logging.INFO, _ready_line(settings.engine.checkpoint), url=server.url)
+        is_trained = bool(ready.result()["trained"])
+        log_event(log, logging.INFO, _ready_line(settings.engine.checkpoint, is_trained), url=server.url)
         await asyncio.wait((told_to_stop, ended), return_when=asyncio.FIRST_COMPLETED)
+    elif ready.done():
+        await asyncio.wait((ended,))  # a failed load ends the engine, but the news of it may come a moment later
     died_of = ended.exception() if ended.done() else None
     drained = await server.stop()
     code = EXIT_OK if drained else EXIT_FAILED
     if isinstance(died_of, SettingsError):
         code = EXIT_BAD_SETTINGS
-        log_event(log, logging.ERROR, "cannot start", reason=str(died_of))
+        log.error("cannot start: %s", died_of)
     elif died_of is not None:
         code = EXIT_FAILED
         fields = {"reason": f"{type(died_of).__name__}: {died_of}"}
@@ -106,8 +107,8 @@ def _on_signals() -> asyncio.Future[None]:
     return told_to_stop
 
 
-def _ready_line(checkpoint: str) -> str:
-    if checkpoint in BUILT_IN_CHECKPOINTS:
+def _ready_line(checkpoint: str, is_trained: bool) -> str:
+    if not is_trained:
         return f'ready: "{checkpoint}" has synthetic weights, not trained ones, so its actions mean nothing'
     return f"ready: {checkpoint}"
 

@@ -139,9 +139,9 @@ class PolicyServer:
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
         return f"{'wss' if self.settings.tls_cert else 'ws'}://{host}:{self.port}"
 
-    async def ready(self) -> None:
-        """Return once calls are served. Raises what loading the policy raised."""
-        await asyncio.wrap_future(self.engine.loaded)
+    async def ready(self) -> dict[str, object]:
+        """The policy's `info()`, once calls are served. Raises what loading the policy raised."""
+        return await asyncio.wrap_future(self.engine.loaded)
 
     async def engine_ended(self) -> None:
         """Return once the engine's thread has ended in order. Raises what it died of."""
