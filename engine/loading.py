@@ -7,9 +7,7 @@ from collections.abc import Callable
 import torch
 
 from engine.checkpoint.opening import open_checkpoint
-from engine.checkpoint.training import TrainingConfig
 from engine.config import ModelConfig
-from engine.embodiment import Embodiment
 from engine.embodiment_file import read_embodiment
 from engine.model import load_model
 from engine.policy import Policy
@@ -51,7 +49,8 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     embodiment = read_embodiment(settings.embodiment)
     report(f"reading checkpoint {settings.checkpoint}")
     checkpoint = open_checkpoint(settings.checkpoint, settings.base_checkpoint, settings.revision, settings.tokenizer)
-    embodiment = _as_trained(embodiment, checkpoint.training)
+    if (relative := checkpoint.training.relative_keys) is not None:
+        embodiment = embodiment.with_relative_actions(relative)
     transforms = Transforms(embodiment, checkpoint.config, checkpoint.statistics)
     report("loading weights")
     model = load_model(checkpoint.config, checkpoint.weights, device, dtype)
@@ -71,17 +70,6 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
         del rollout, cache
     available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved=activations)
     return Policy(checkpoint, *serve_from(available), transforms)
-
-
-def _as_trained(embodiment: Embodiment, training: TrainingConfig) -> Embodiment:
-    """The embodiment with those actions relative that the checkpoint calls so.
-
-    Where the checkpoint does not say, its value is DROID's; an embodiment without such an action then says itself.
-    """
-    keys = training.relative_keys
-    if keys == TrainingConfig().relative_keys and not set(keys) & {vector.name for vector in embodiment.action}:
-        return embodiment
-    return embodiment.with_relative_actions(keys)
 
 
 def _rollout_settings(settings: EngineSettings) -> RolloutSettings:

@@ -64,7 +64,7 @@ def test_inspect_of_the_14b_layout_reads_headers_alone(tmp_path: Path, capsys: p
         "camera view    176x320",
         "LoRA           no",
         "embodiments    oxe_droid",
-        "relative       joint_position",
+        "relative       as the embodiment says",
         "not used       4 entries, as in the release",
         "unknown        none",
         "problems       none",

@@ -38,12 +38,12 @@ def test_keys_are_found_at_the_top_and_below(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "seed: 1", "relative_action: ${elsewhere}"])
-def test_what_is_missing_is_as_in_the_release(tmp_path: Path, text: str | None) -> None:
+def test_what_is_missing_is_as_in_the_release_or_left_to_the_embodiment(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         conf(tmp_path, text)
     training = read_training(tmp_path)
-    assert training == TrainingConfig(176, 320, True, ("joint_position",))
-    assert training.relative_keys == ("joint_position",)
+    assert training == TrainingConfig(176, 320, True, None)
+    assert training.relative_keys is None
 
 
 def test_without_relative_action_no_key_is_relative(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def summarize(name: str, files: CheckpointFiles, cards_gib: Sequence[float]) -> 
     yield f"camera view    {files.config.view_height}x{files.config.view_width}"
     yield f"LoRA           {_lora(files)}"
     yield f"embodiments    {', '.join(sorted(files.statistics)) or 'none: no statistics'}"
-    yield f"relative       {', '.join(files.training.relative_keys) or 'no action'}"
+    relative = files.training.relative_keys
+    yield f"relative       {'as the embodiment says' if relative is None else ', '.join(relative) or 'no action'}"
     yield ""
     yield f"{'component':14} {'parameters':>12} {'size':>11}  dtype"
     for component, prefix in _COMPONENTS:

@@ -14,21 +14,23 @@ CONF_FILE = Path("experiment_cfg") / "conf.yaml"
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Read from conf.yaml; a key that is missing, or the whole file, leaves the DROID release's value.
+    """Read from conf.yaml, where a key or the whole file may be missing.
 
-    view_height, view_width: pixels of one camera view (`image_resolution_height`, `image_resolution_width`).
-    relative_action: whether actions are relative to the observed state (`relative_action`).
-    relative_action_keys: which of them, by the names of the statistics (`relative_action_keys`).
+    view_height, view_width: pixels of one camera view (`image_resolution_height`, `image_resolution_width`), of the
+        DROID release where they are missing.
+    relative_action: whether actions are relative to the observed state (`relative_action`), true where it is missing.
+    relative_action_keys: which of them, by the names of the statistics (`relative_action_keys`); None where it is
+        missing: the embodiment says.
     """
 
     view_height: int = 176
     view_width: int = 320
     relative_action: bool = True
-    relative_action_keys: tuple[str, ...] = ("joint_position",)
+    relative_action_keys: tuple[str, ...] | None = None
 
     @property
-    def relative_keys(self) -> tuple[str, ...]:
-        """The action keys that are relative to the state: none where `relative_action` is off."""
+    def relative_keys(self) -> tuple[str, ...] | None:
+        """The action keys that are relative to the state, () where `relative_action` is off, None: not said."""
         return self.relative_action_keys if self.relative_action else ()
 
 
