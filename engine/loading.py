@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import torch
 
+from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.opening import open_checkpoint
 from engine.config import ModelConfig
+from engine.embodiment import EmbodimentError
 from engine.embodiment_file import read_embodiment
-from engine.model import load_model
+from engine.model import device_weight_bytes, load_model
 from engine.policy import Policy
 from engine.rollout import Rollout, RolloutSettings
 from engine.settings import EngineSettings
+from engine.statistics import StatisticsError
 from engine.step_cache import parse_step_cache
 from engine.transforms import Transforms
 from engine.trial import activation_bytes
@@ -29,6 +32,10 @@ class PolicyLoadError(ValueError):
     """The policy cannot be loaded as asked: one line that says why."""
 
 
+class _SettingError(ValueError):
+    """A setting that is out of range or cannot be met on this machine."""
+
+
 def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
     """Load the checkpoint and size the KV cache; `report` is told what is being done.
 
@@ -36,22 +43,26 @@ def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Poli
     """
     try:
         return _load_policy(settings, report)
-    except (ValueError, NotEnoughMemory) as error:
+    except (_SettingError, CheckpointError, EmbodimentError, StatisticsError, NotEnoughMemory) as error:
         raise PolicyLoadError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise PolicyLoadError(f"the device has too little memory: {str(error).splitlines()[0]}") from error
 
 
 def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
     rollout_settings = _rollout_settings(settings)
     device = _device(settings.device)
     dtype = _dtype(settings.dtype, device)
-    # The faster backends know half precision alone.
-    backend = choose_backend(device, "sdpa" if dtype == torch.float32 else "auto")
     embodiment = read_embodiment(settings.embodiment)
-    report(f"reading checkpoint {settings.checkpoint}")
+    report("reading the checkpoint")
     checkpoint = open_checkpoint(settings.checkpoint, settings.base_checkpoint, settings.revision, settings.tokenizer)
     if (relative := checkpoint.training.relative_keys) is not None:
         embodiment = embodiment.with_relative_actions(relative)
     transforms = Transforms(embodiment, checkpoint.config, checkpoint.statistics)
+    backend = _backend(settings, device, dtype, checkpoint.config)
+    least = one_session_bytes(kv_geometry(checkpoint.config, dtype), _window(checkpoint.config))
+    if device.type == "cuda":
+        require_memory(torch.cuda.mem_get_info(device)[0], device_weight_bytes(checkpoint.config, dtype), least)
     report("loading weights")
     model = load_model(checkpoint.config, checkpoint.weights, device, dtype)
     if unused := checkpoint.entries - model.entry_shapes().keys():
@@ -64,34 +75,39 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     report("sizing the KV cache")
     activations = 0
     if device.type == "cuda" and settings.kv_bytes is None:
-        least = one_session_bytes(kv_geometry(checkpoint.config, dtype), _window(checkpoint.config))
         rollout, cache = serve_from(least)
         activations = activation_bytes(rollout, cache.session("trial"), settings.save_video is not None)
         del rollout, cache
+        torch.cuda.empty_cache()  # what the trial held counts as used until then
     available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved=activations)
     return Policy(checkpoint, *serve_from(available), transforms)
 
 
 def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
-    """Raises ValueError naming the setting that is out of range."""
+    """Raises _SettingError naming the setting that is out of range."""
     for name, valid, expected in (
         ("steps", settings.steps >= 1, "1 or more"),
         ("guidance-scale", math.isfinite(settings.guidance_scale), "a finite number"),
         ("sigma-shift", 0 < settings.sigma_shift < math.inf, "a number above 0"),
         ("seed", 0 <= settings.seed < 2**63, "0 to 2**63 - 1"),
         ("seed-per", settings.seed_per in ("call", "session"), "call or session"),
+        ("kv-fraction", 0 < settings.kv_fraction <= 1, "more than 0, at most 1"),
     ):
         if not valid:
-            raise ValueError(f"{name}: expected {expected}, found {getattr(settings, name.replace('-', '_'))!r}")
+            raise _SettingError(f"{name}: expected {expected}, found {getattr(settings, name.replace('-', '_'))!r}")
+    try:
+        step_cache = parse_step_cache(
+            settings.step_cache, settings.steps, settings.velocity_thresholds, settings.velocity_countdowns
+        )
+    except ValueError as error:
+        raise _SettingError(str(error)) from error
     return RolloutSettings(
         steps=settings.steps,
         guidance_scale=settings.guidance_scale,
         sigma_shift=settings.sigma_shift,
         seed=settings.seed,
         seed_per_session=settings.seed_per == "session",
-        step_cache=parse_step_cache(
-            settings.step_cache, settings.steps, settings.velocity_thresholds, settings.velocity_countdowns
-        ),
+        step_cache=step_cache,
     )
 
 
@@ -131,15 +147,34 @@ def _window(config: ModelConfig) -> WindowPolicy:
     return WindowPolicy(config.dit.window_frames)
 
 
+def require_memory(free: int, weights: int, session: int) -> None:
+    """Raises NotEnoughMemory where `free` bytes of a device do not hold the weights and one session's K/V."""
+    if weights + session > free:
+        gib = 2**30
+        raise NotEnoughMemory(
+            f"the device has {free / gib:.1f} GiB free; the weights need {weights / gib:.1f} GiB and the K/V of one "
+            f"session {session / gib:.1f} GiB"
+        )
+
+
+def _backend(settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> str:
+    try:
+        return choose_backend(device, dtype, config.dit.frame_seqlen, settings.attention_backend)
+    except ValueError as error:
+        raise _SettingError(str(error)) from error
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device {name!r} is not a torch device; try auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} asked for, but torch sees no CUDA device")
+        raise _SettingError(f"device {name!r} is not a torch device; try auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise _SettingError(f"device {name!r} is not supported; try auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise _SettingError(f"device {name!r} asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -147,5 +182,5 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     known["auto"] = known["bfloat16" if device.type == "cuda" else "float32"]
     if name not in known:
-        raise ValueError(f"dtype: expected auto, float32 or bfloat16, found {name!r}")
+        raise _SettingError(f"dtype: expected auto, float32 or bfloat16, found {name!r}")
     return known[name]

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.embodiment import Observation
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 LoadPolicy = Callable[[Callable[[str], None]], "Policy"]
 
 _OUT_OF_MEMORY_CALLS_TO_GIVE_UP = 3
+_DIED = "the engine died"  # what robots are told; what it died of is in `finished`
 
 
 class EngineBusy(RuntimeError):
@@ -112,16 +114,7 @@ class EngineLoop:
         Raises EngineBusy when `max_queue` calls wait already, EngineStopped after `stop` or the thread's death. The
         future raises what the policy raised, or EngineStopped.
         """
-        queued_at = time.monotonic()
-
-        def run(policy: Policy) -> TimedChunk:
-            started_at = time.monotonic()
-            chunk = self._infer(policy, session_id, observation)
-            if self._recorder is not None:
-                self._recorder.add(session_id, chunk)
-            return TimedChunk(chunk, started_at - queued_at, time.monotonic() - started_at)
-
-        return self._submit(_Job(run, is_call=True))
+        return self._submit(_Job(partial(self._call, time.monotonic(), session_id, observation), is_call=True))
 
     def end_session(self, session_id: str) -> Future[None]:
         """Queue the end of a session; never refused for a full queue. Raises EngineStopped as `infer` does."""
@@ -181,7 +174,8 @@ class EngineLoop:
             self._jobs.append(job)
             self._wake.notify()
         # After the lock is given back: the callback takes it, and runs at once if the job is done already.
-        job.future.add_done_callback(lambda future: self._forget(job) if future.cancelled() else None)
+        # It knows the future alone: a future that knew its job would keep the images until a garbage collection.
+        job.future.add_done_callback(self._forget_if_cancelled)
         return job.future
 
     def _drop_all(self) -> list[_Job]:
@@ -200,11 +194,11 @@ class EngineLoop:
     def _waiting(self) -> int:
         return sum(job.is_call for job in self._jobs)
 
-    def _forget(self, job: _Job) -> None:
+    def _forget_if_cancelled(self, future: Future[Any]) -> None:
         """Drop a cancelled job now: its place and its images are not kept until its turn."""
-        with self._wake:
-            if job in self._jobs:
-                self._jobs.remove(job)
+        if future.cancelled():
+            with self._wake:
+                self._jobs = deque(job for job in self._jobs if job.future is not future)
 
     def _report(self, status: str) -> None:
         log.info(status)
@@ -221,7 +215,7 @@ class EngineLoop:
             self._serve()
         except BaseException as caught:
             traceback.clear_frames(caught.__traceback__)
-            error, reason = caught, f"the engine died: {caught!r}"
+            error, reason = caught, _DIED
         self._policy = None
         with self._wake:
             self._stopping = True
@@ -244,6 +238,7 @@ class EngineLoop:
         self.loaded.set_result(policy.info())
         while (job := self._next(lambda: self._stopping)) is not None:
             self._run(policy, job)
+            del job  # and its images, now rather than when the next one comes
         if (recorder := self._recorder) is not None:
             recorder.close()
             while (job := self._next(lambda: self._stopped or recorder.finished.done())) is not None:
@@ -269,13 +264,21 @@ class EngineLoop:
             # A traceback keeps every local of the failed call alive, tensors included.
             traceback.clear_frames(error.__traceback__)
             if not isinstance(error, Exception) or _device_is_lost(error):
-                job.future.set_exception(EngineStopped(f"the engine died: {error!r}"))
+                job.future.set_exception(EngineStopped(_DIED))
                 raise
             job.future.set_exception(error)
         else:
             job.future.set_result(result)
         finally:
             self._running = False
+            del job  # else an error's traceback, which has this frame, would keep its images
+
+    def _call(self, queued_at: float, session_id: str, observation: Observation, policy: Policy) -> TimedChunk:
+        started_at = time.monotonic()
+        chunk = self._infer(policy, session_id, observation)
+        if self._recorder is not None:
+            self._recorder.add(session_id, chunk)
+        return TimedChunk(chunk, started_at - queued_at, time.monotonic() - started_at)
 
     def _infer(self, policy: Policy, session_id: str, observation: Observation) -> Chunk:
         """One call, and a second try with emptied caches when the device has no memory left for it."""

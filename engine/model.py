@@ -68,6 +68,13 @@ def build_model(config: ModelConfig) -> Model:
         )
 
 
+def device_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of weights on the device: all but the text encoder's embedding table, see `load_model`."""
+    model = build_model(config)
+    parameters = sum(p.numel() for module, _ in model.components() for p in module.parameters())
+    return (parameters - model.text_encoder.shared.weight.numel()) * dtype.itemsize
+
+
 def load_model(config: ModelConfig, weights: Weights, device: torch.device, dtype: torch.dtype) -> Model:
     """Build the model and give every parameter its weights, entry by entry, onto `device` in `dtype`.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.checkpoint.opening import Checkpoint
 from engine.embodiment import Observation
 from engine.rollout import Rollout
-from engine.session import Session
+from engine.session import BUFFERED_FRAMES, Session
 from engine.transforms import Transforms
 from kv_cache.cache import KVCache, KVReport
 
@@ -57,7 +57,8 @@ class Policy:
 
         Where it raises, the session restarts its window at its next call; other sessions do not notice.
         """
-        frames = self._transforms.stitch(observation.views)
+        newest = {view: frames[-BUFFERED_FRAMES:] for view, frames in observation.views.items()}
+        frames = self._transforms.stitch(newest)
         state = self._transforms.normalize_state(observation.state)
         tokens, mask = self._rollout.tokenize(self._transforms.embodiment.prompt_text(observation.prompt))
         if session_id not in self._sessions:

@@ -131,10 +131,11 @@ class Rollout:
 
         frames: stitched (T, h, w, 3) uint8. tokens, mask: the prompt's, (text_len,). state: (max_state_dim,) float32,
         normalised. noise: instead of the seeded noise.
-        Where anything raises, the K/V are as before the call and the session's next call restarts its window.
+        Where anything raises, K/V and frames are as before the call, and the session's next call restarts its window.
         """
         clock = _PhaseClock(self.device)
         forwards = 0
+        seen_before = (session.frames.copy(), session.called)
         seen = session.see(frames)
         prompt = _prompt_key(tokens)
         if prompt != session.prompt or session.kv.resident_frames == 0:
@@ -161,6 +162,7 @@ class Rollout:
                     video = torch.cat([latents, video], dim=2)
         except BaseException:
             session.start_frame = 0
+            session.frames, session.called = seen_before  # the call may be tried again with the same frames
             raise
         session.start_frame += self.config.dit.num_frame_per_block
         session.calls += 1

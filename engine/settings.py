@@ -22,6 +22,7 @@ class EngineSettings:
     turns ("velocity"). velocity_thresholds: cosine similarities above which "velocity" skips steps, falling.
     velocity_countdowns: how many steps it skips above each.
     dtype: "float32", "bfloat16", or "auto" for bfloat16 on CUDA and float32 elsewhere.
+    attention_backend: "sdpa", "flash-attn-2", "flash-attn-3", "varlen", or "auto" for the best that can run here.
     save_video: directory for each finished episode's predicted video and actions.
     kv_fraction: part of the device's free memory, after the weights, that the KV pool takes on CUDA.
     kv_bytes: absolute size of the KV pool in bytes; overrides kv_fraction. On a CPU the default is 512 MiB.
@@ -42,6 +43,7 @@ class EngineSettings:
     velocity_thresholds: str = "0.95,0.93"
     velocity_countdowns: str = "4,2"
     dtype: str = "auto"
+    attention_backend: str = "auto"
     save_video: str | None = None
     kv_fraction: float = 0.8
     kv_bytes: int | None = None

@@ -34,6 +34,4 @@ def activation_bytes(rollout: Rollout, kv: SessionKV, decode: bool) -> int:
     held = torch.cuda.memory_allocated(rollout.device)
     torch.cuda.reset_peak_memory_stats(rollout.device)
     trial_calls(rollout, kv, decode)
-    peak = torch.cuda.max_memory_allocated(rollout.device) - held
-    torch.cuda.empty_cache()
-    return peak
+    return torch.cuda.max_memory_allocated(rollout.device) - held

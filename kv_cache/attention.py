@@ -5,6 +5,7 @@ that changes from call to call (window fill, block ids) is in tensors of fixed s
 """
 
 import importlib.util
+import inspect
 from dataclasses import dataclass
 from typing import cast
 
@@ -35,31 +36,47 @@ class AttentionPlan:
         return int(self.extent[2]) >= 0
 
 
-def available_backends(device: torch.device) -> list[str]:
-    """Backends that can run on `device`, the preferred one first."""
+def available_backends(device: torch.device, dtype: torch.dtype, frame_tokens: int) -> list[str]:
+    """Backends that can attend over blocks of `frame_tokens` tokens of `dtype` on `device`, the preferred one first.
+
+    The flash backends know half precision alone, from compute capability 8.0 on. `varlen` runs the FlashAttention 2
+    that torch carries, whose pages must be a multiple of 256 tokens.
+    """
     backends = []
-    if device.type == "cuda":
-        hopper = torch.cuda.get_device_capability(device) == (9, 0)
-        if hopper and importlib.util.find_spec("flash_attn_interface"):
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        capability = torch.cuda.get_device_capability(device)
+        if capability == (9, 0) and importlib.util.find_spec("flash_attn_interface"):
             backends.append("flash-attn-3")
-        if importlib.util.find_spec("flash_attn"):
+        if capability >= (8, 0) and importlib.util.find_spec("flash_attn"):
             backends.append("flash-attn-2")
-        if importlib.util.find_spec("torch.nn.attention.varlen"):
+        if capability >= (8, 0) and frame_tokens % 256 == 0 and _varlen_knows_block_tables():
             backends.append("varlen")
     return [*backends, "sdpa"]
 
 
-def choose_backend(device: torch.device, wanted: str = "auto") -> str:
-    """The backend to use on `device`: the preferred one, or `wanted` by name.
+def choose_backend(device: torch.device, dtype: torch.dtype, frame_tokens: int, wanted: str = "auto") -> str:
+    """The backend to use, see `available_backends`: the preferred one, or `wanted` by name.
 
-    Raises ValueError, naming those there are, where `wanted` cannot run on this machine.
+    Raises ValueError, naming those there are, where `wanted` cannot run.
     """
-    backends = available_backends(device)
+    backends = available_backends(device, dtype, frame_tokens)
     if wanted == "auto":
         return backends[0]
     if wanted not in backends:
-        raise ValueError(f"attention backend {wanted!r} cannot run on {device}; available: {', '.join(backends)}")
+        raise ValueError(
+            f"attention backend {wanted!r} cannot run here ({device}, {dtype}, blocks of {frame_tokens} tokens); "
+            f"available: {', '.join(backends)}"
+        )
     return wanted
+
+
+def _varlen_knows_block_tables() -> bool:
+    """From torch 2.12 on."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "block_table" in inspect.signature(varlen_attn).parameters
 
 
 def attend(

@@ -157,9 +157,9 @@ class KVCache:
         taken = self._allocate(frames + scratch_count, held.blocks[-1] + 1 if held.blocks else None)
         current, scratch = taken[:frames], taken[frames:]
         visible = [block for index, block in enumerate(held.blocks) if index not in leaving]
-        plan = self.paged.plan(visible, current, scratch, registers, self.geometry.window_blocks(self.policy))
-        self._plans[plan.is_view] += 1
         try:
+            plan = self.paged.plan(visible, current, scratch, registers, self.geometry.window_blocks(self.policy))
+            self._plans[plan.is_view] += 1
             yield plan
         except BaseException:
             self._pool.free(taken)

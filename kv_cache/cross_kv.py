@@ -35,7 +35,8 @@ class TextKV:
     @property
     def nbytes(self) -> int:
         """Bytes held by all entries."""
-        return sum(layer_kv_bytes(entry.kv) for entry in self._entries.values())
+        # A copy first: the instrument is read while the engine's thread adds and drops prompts.
+        return sum(layer_kv_bytes(entry.kv) for entry in list(self._entries.values()))
 
     def users(self, tokens: bytes) -> int:
         """How many users the prompt has now."""

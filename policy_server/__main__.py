@@ -55,8 +55,11 @@ async def run(settings: ServerSettings, load_policy: LoadPolicy) -> int:
         await asyncio.wait((told_to_stop, ended), return_when=asyncio.FIRST_COMPLETED)
     elif ready.done():
         await asyncio.wait((ended,))  # a failed load ends the engine, but the news of it may come a moment later
-    died_of = ended.exception() if ended.done() else None
     drained = await server.stop()
+    died_of = None  # or what it died of, perhaps in a call that was accepted before the order to stop
+    if server.engine.finished.done():
+        await asyncio.wait((ended,))
+        died_of = ended.exception()
     code = EXIT_OK if drained else EXIT_FAILED
     if isinstance(died_of, SettingsError):
         code = EXIT_BAD_SETTINGS

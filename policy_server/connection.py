@@ -17,7 +17,7 @@ from engine.loop import EngineBusy, EngineStopped
 from policy_server.logs import log_event
 from policy_server.metrics import Metrics
 from policy_server.sessions import SessionInUse, Sessions
-from protocol.codec import CodecError, Dialect, Limits, decode, encode
+from protocol.codec import CodecError, Decoder, Dialect, Limits, encode
 from protocol.messages import (
     RESET_REPLY,
     InferRequest,
@@ -73,6 +73,7 @@ class Conversation:
         self._name = name
         self._host = host
         self._closed = asyncio.ensure_future(websocket.wait_closed())
+        self._decoder = Decoder(host.limits)
         self._previous_total_ms: float | None = None
         self._size_was_warned_of = False
         self._kind = "unknown"
@@ -175,7 +176,10 @@ class Conversation:
         fields = {"connection": self._name, "id": error_id}
         log.error("internal error", exc_info=error, extra={"fields": fields})
         text = f"internal error, id {error_id}"
-        return text + "\n" + "".join(traceback.format_exception(error)) if self._host.debug else text
+        if self._host.debug:
+            text += "\n" + "".join(traceback.format_exception(error))
+        traceback.clear_frames(error.__traceback__)  # they and the error hold each other, and the images with them
+        return text
 
     def _warn_of_size(self, request: InferRequest) -> None:
         if self._size_was_warned_of:
@@ -186,4 +190,4 @@ class Conversation:
 
     def _parse(self, frame: bytes) -> InferRequest | ResetRequest:
         """Raises CodecError or RequestError."""
-        return parse_request(*decode(frame, self._host.limits), self._host.spec)
+        return parse_request(*self._decoder.decode(frame), self._host.spec)

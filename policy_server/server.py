@@ -147,6 +147,12 @@ class PolicyServer:
         """Return once the engine's thread has ended in order. Raises what it died of."""
         await asyncio.wrap_future(self.engine.finished)
 
+    @property
+    def engine_error(self) -> BaseException | None:
+        """What the engine's thread died of; None while it lives and after an orderly end."""
+        finished = self.engine.finished
+        return finished.exception() if finished.done() else None
+
     async def stop(self) -> bool:
         """Answer the calls already accepted, within the drain timeout, then close every connection.
 
@@ -154,7 +160,6 @@ class PolicyServer:
         Returns whether every accepted call got its result.
         """
         deadline = time.monotonic() + self.settings.drain_timeout
-        engine_died = self.engine.finished.done()
         self._listener.close(close_connections=False)
         self.engine.stop(drain=True)
         drained = await self._all_idle(self.settings.drain_timeout)
@@ -163,7 +168,7 @@ class PolicyServer:
             self.engine.stop(drain=False)
             self._host.cut_short.set_result(None)
             await self._all_idle(_CLOSE_TIMEOUT_SECONDS)
-        code = CloseCode.INTERNAL_ERROR if engine_died else CloseCode.GOING_AWAY
+        code = CloseCode.GOING_AWAY if self.engine_error is None else CloseCode.INTERNAL_ERROR
         await self._close_all(code)
         with contextlib.suppress(TimeoutError):  # of connections that have not said yet what they want
             await asyncio.wait_for(self._listener.wait_closed(), _CLOSE_TIMEOUT_SECONDS)
@@ -174,7 +179,7 @@ class PolicyServer:
             log_event(log, logging.WARNING, "recordings not written in time", drain_timeout=self.settings.drain_timeout)
             self.engine.stop(drain=False)
         log_event(log, logging.INFO, "stopped")
-        return drained and not engine_died
+        return drained and self.engine_error is None
 
     async def _all_idle(self, within: float) -> bool:
         """Whether every conversation comes to a point where no answer is owed, within so many seconds."""

@@ -6,12 +6,13 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=$root/.venv/bin/python
 
 if [ ! -x "$PYTHON" ]; then
-    base=$(command -v python3.11 || command -v python3) || {
-        echo "Python 3.11 or newer is needed, and no python3 is on the PATH." >&2
+    base=$(command -v python3.11 || command -v python3.12 || command -v python3) || {
+        echo "Python 3.11 or 3.12 is needed, and no python3 is on the PATH." >&2
         exit 1
     }
-    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-        echo "Python 3.11 or newer is needed; $base is $("$base" --version)." >&2
+    # The pinned NumPy has no wheels for later ones.
+    "$base" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || {
+        echo "Python 3.11 or 3.12 is needed; $base is $("$base" --version)." >&2
         exit 1
     }
     echo "Creating .venv with $("$base" --version)" >&2

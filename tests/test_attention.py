@@ -77,14 +77,15 @@ def test_view_and_gather_agree_with_float64() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", CUDA_BACKENDS)
 @pytest.mark.parametrize("sessions", [1, 8])
-def test_cuda_backends_agree_with_float64(backend: str, sessions: int) -> None:
+@pytest.mark.parametrize("frame_tokens", [880, 256, 50])
+def test_cuda_backends_agree_with_float64(backend: str, sessions: int, frame_tokens: int) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     device = torch.device("cuda")
-    if backend not in available_backends(device):
-        pytest.skip(f"{backend} is not installed")
+    if backend not in available_backends(device, torch.bfloat16, frame_tokens):
+        pytest.skip(f"{backend} is not installed, or not for blocks of {frame_tokens} tokens")
     geometry = KVGeometry(
-        layers=2, heads=4, head_dim=128, frame_tokens=256, frames_per_forward=2, register_tokens=25,
+        layers=2, heads=4, head_dim=128, frame_tokens=frame_tokens, frames_per_forward=2, register_tokens=25,
         text_tokens=8, image_tokens=8, dtype=torch.bfloat16,
     )  # fmt: skip
     budget = plan_budget(geometry, POLICY, 2**30)
@@ -93,10 +94,29 @@ def test_cuda_backends_agree_with_float64(backend: str, sessions: int) -> None:
 
 
 def test_the_backend_is_chosen_once_and_by_name() -> None:
-    assert choose_backend(CPU) == "sdpa"
-    assert choose_backend(CPU, "sdpa") == "sdpa"
-    with pytest.raises(ValueError, match=r"'flash-attn-3' cannot run on cpu; available: sdpa"):
-        choose_backend(CPU, "flash-attn-3")
+    assert choose_backend(CPU, torch.float32, 880) == "sdpa"
+    assert choose_backend(CPU, torch.float32, 880, "sdpa") == "sdpa"
+    with pytest.raises(ValueError, match=r"'flash-attn-3' cannot run here \(cpu, .* available: sdpa"):
+        choose_backend(CPU, torch.float32, 880, "flash-attn-3")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "frame_tokens", "capability", "expected"),
+    [
+        (torch.bfloat16, 880, (9, 0), ["flash-attn-3", "flash-attn-2", "sdpa"]),
+        (torch.bfloat16, 880, (8, 0), ["flash-attn-2", "sdpa"]),
+        (torch.bfloat16, 512, (8, 0), ["flash-attn-2", "varlen", "sdpa"]),
+        (torch.bfloat16, 880, (7, 5), ["sdpa"]),
+        (torch.float32, 512, (9, 0), ["sdpa"]),
+    ],
+)
+def test_backends_are_offered_where_they_can_run(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, frame_tokens: int, capability: tuple[int, int], expected
+) -> None:
+    """With every package installed; what the device can do is put in its place here."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert available_backends(torch.device("cuda"), dtype, frame_tokens) == expected
 
 
 def test_compiled_attention_is_one_graph_for_every_fill_and_block() -> None:

@@ -208,7 +208,7 @@ def test_a_checkpoint_without_the_robot_s_statistics_is_refused_before_its_weigh
     said: list[str] = []
     with pytest.raises(PolicyLoadError, match=r"no embodiment 'two_camera_arm'; it has \['oxe_droid'\]"):
         load_policy(EngineSettings(embodiment=str(EXAMPLE), device="cpu"), said.append)
-    assert said == ["reading checkpoint tiny"]
+    assert said == ["reading the checkpoint"]
 
 
 async def test_a_server_with_a_bad_file_does_not_start(tmp_path: Path) -> None:

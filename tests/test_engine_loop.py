@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -108,13 +109,17 @@ def test_jobs_run_in_order_on_one_thread_of_their_own(start) -> None:
     call(loop, "a")
     loop.end_session("a")
     last = call(loop, "a")
+    queued_at = time.monotonic()
+    time.sleep(0.02)
+    waited = time.monotonic() - queued_at
     gate.opened.set()
     timed = last.result(SECONDS)
     assert policy.events == ["infer gate", "infer a", "end a", "infer a"]
     assert len(policy.threads) == 1
     assert threading.get_ident() not in policy.threads
     assert timed.chunk.actions.shape == (24, 8)
-    assert timed.wait_seconds > held.result().wait_seconds >= 0
+    assert timed.wait_seconds >= waited
+    assert held.result().wait_seconds >= 0
 
 
 def test_times_tell_waiting_from_running(start) -> None:
@@ -260,11 +265,12 @@ def test_a_failed_load_is_told_to_everyone() -> None:
     for future in (loop.loaded, loop.finished):
         with pytest.raises(ValueError, match="no such checkpoint"):
             future.result(SECONDS)
-    with pytest.raises(EngineStopped, match="no such checkpoint"):
+    # Robots, and whoever asks without a key, learn that it died, not of what.
+    with pytest.raises(EngineStopped, match=r"^the engine died$"):
         early.result(SECONDS)
-    with pytest.raises(EngineStopped, match="no such checkpoint"):
+    with pytest.raises(EngineStopped, match=r"^the engine died$"):
         call(loop, "late")
-    assert "no such checkpoint" in (loop.not_ready or "")
+    assert loop.not_ready == "the engine died"
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), torch.AcceleratorError("an illegal memory access")])

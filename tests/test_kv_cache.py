@@ -1,6 +1,7 @@
 """Many sessions in one pool: sizing, eviction, transactions, sharing, accounting. No model is needed."""
 
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -131,6 +132,44 @@ def test_a_call_that_raises_leaves_the_pool_as_before() -> None:
         after = cache.report()
         assert (after.blocks_free, after.blocks_by_session) == (before.blocks_free, before.blocks_by_session)
         assert session.resident_frames == 1
+
+
+def test_a_lease_whose_plan_cannot_be_made_gives_its_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(1)
+    session = cache.session("robot")
+
+    def out_of_memory(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no memory for the plan's tensors")
+
+    monkeypatch.setattr(cache.paged, "plan", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError), cache.call(session), cache.lease(session, 0, 2, 3):
+        pass
+    assert cache.report().blocks_used == 0
+
+
+def test_the_instrument_can_be_read_while_prompts_come_and_go() -> None:
+    cache = make_cache(2)
+    done = threading.Event()
+    failures: list[Exception] = []
+
+    def scrape() -> None:
+        while not done.is_set():
+            try:
+                cache.report()
+            except Exception as error:
+                failures.append(error)
+
+    reader = threading.Thread(target=scrape)
+    reader.start()
+    for robot in range(3000):
+        session = cache.session(robot % 7)
+        with cache.call(session):
+            cache.publish_text(session, 0, b"%d" % robot, lambda: layer_kv(5))
+        if robot % 3 == 0:
+            cache.forget((robot + 1) % 7)
+    done.set()
+    reader.join()
+    assert not failures
 
 
 def test_a_sliding_window_that_raises_after_evicting_frames_keeps_only_its_own() -> None:

@@ -1,8 +1,11 @@
 """Many robots at once: order, bounds, robots that leave, that do not read and that fall silent."""
 
 import asyncio
+import gc
 import socket
 import time
+import weakref
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 
 from engine.embodiment import Observation
+from engine.loop import TimedChunk
 from engine.policy import Chunk
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings
@@ -208,6 +212,48 @@ async def test_a_half_open_connection_is_found_by_pings() -> None:
             await asyncio.sleep(0.5)
             assert "actions" in await robot.ask(observation())
         silent.close()
+
+
+async def test_images_are_let_go_with_their_call_not_at_the_next_garbage_collection() -> None:
+    """With a model's objects in the process a full collection is rare; observations held for it would pile up."""
+    gate = Gate()
+    seen: list[tuple[str, weakref.ref]] = []
+
+    def before(session_id: str, each: Observation) -> None:
+        gate(session_id, each)
+        if each.prompt == "fail":
+            raise ValueError
+
+    async with serving(before, max_queue=1) as (server, _):
+        infer = server.sessions.infer
+
+        def watched(connection: str, session_id: str | None, each: Observation) -> Future[TimedChunk]:
+            seen.append((each.prompt, weakref.ref(each)))
+            return infer(connection, session_id, each)
+
+        server.sessions.infer = watched  # type: ignore[method-assign]
+        one, two, three = [await Robot.connect(server) for _ in range(3)]
+        gc.collect()
+        gc.disable()
+        try:
+            for prompt in ("answered", "fail"):
+                await one.ask(observation(prompt=prompt))
+            await hold(one, gate)
+            await two.send(observation(prompt="left while queued"))
+            await until(lambda: server.engine.stats().waiting == 1)
+            assert str(await three.ask(observation(prompt="refused"))).startswith("busy")
+            for robot in (two, one):
+                robot.websocket.transport.abort()
+            await until(lambda: server.sessions.connected == 1)
+            gate.open()
+            assert "actions" in await three.ask(observation(prompt="last"))
+            await three.close()
+            await until(lambda: server.sessions.connected == 0)
+            kept = [prompt for prompt, reference in seen if reference() is not None]
+        finally:
+            gc.enable()
+    assert [prompt for prompt, _ in seen] == ["answered", "fail", "hold", "left while queued", "refused", "last"]
+    assert kept == []
 
 
 async def test_garbage_from_some_does_not_disturb_another() -> None:

@@ -11,9 +11,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from websockets.exceptions import ConnectionClosed
 
-from tests.serving import SECONDS, Robot, observation
+from engine.embodiment import Observation
+from policy_server.server import PolicyServer
+from policy_server.settings import ServerSettings
+from tests.serving import SECONDS, Gate, Robot, WatchedPolicy, observation
 
 TINY = ("--steps", "1", "--port", "0")
 LOADING = 60
@@ -159,6 +163,28 @@ async def test_the_engines_death_ends_the_process_with_its_reason() -> None:
             assert closed.value.rcvd.code == 1011
         assert await asyncio.to_thread(running.end) == 1
     assert [line for line in running.log if "ERROR" in line and "AcceleratorError" in line]
+
+
+async def test_an_engine_that_dies_while_draining_is_no_orderly_stop() -> None:
+    gate = Gate()
+
+    def before(session_id: str, asked: Observation) -> None:
+        gate(session_id, asked)
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    policy = await asyncio.to_thread(WatchedPolicy, before)
+    server = PolicyServer(ServerSettings(port=0), lambda report: policy)  # type: ignore[arg-type, return-value]
+    await server.start()
+    await server.ready()
+    async with await Robot.connect(server) as robot:
+        await robot.send(observation(prompt="hold"))
+        await gate.entered()
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0.05)
+        gate.open()
+        assert await robot.reply() == "not served: the engine died"
+        assert await stopping is False
+    assert isinstance(server.engine_error, torch.AcceleratorError)
 
 
 async def test_during_a_call_of_30_seconds_pings_and_healthz_are_answered_within_100_ms() -> None:

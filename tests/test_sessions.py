@@ -177,6 +177,26 @@ def test_a_forward_that_raises_leaves_the_pool_as_before_and_the_session_restart
     robot.leave(), bystander.leave()
 
 
+def test_a_call_that_raises_takes_no_frames_into_the_buffer(quick: Engine, goldens) -> None:
+    """A call that is tried again, as after an out-of-memory, must not feed its frames in twice."""
+    robot = Robot(quick, goldens["session"], "robot")
+    robot.call()
+    frames = list(robot.session.frames)
+    FailAt(quick, layer=1, forward=3)
+    with pytest.raises(Injected):
+        robot.call()
+    assert [id(frame) for frame in robot.session.frames] == [id(frame) for frame in frames]
+    assert robot.session.called
+    robot.leave()
+    robot = Robot(quick, goldens["session"], "robot")
+    FailAt(quick, layer=1, forward=3)
+    with pytest.raises(Injected):
+        robot.call()
+    assert not robot.session.frames
+    assert not robot.session.called
+    robot.leave()
+
+
 @pytest.fixture(scope="module")
 def reference(quick: Engine, goldens) -> list[Prediction]:
     """Call 0, and call 1 of a session whose window ended before it."""

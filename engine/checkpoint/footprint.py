@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.config import ModelConfig
 from engine.loading import kv_geometry
-from engine.model import Model, build_model
+from engine.model import Model, build_model, device_weight_bytes
 from engine.settings import EngineSettings
 from engine.vae import encode_video
 from kv_cache.paged_kv import KVGeometry
@@ -62,11 +62,10 @@ class Footprint:
 def footprint(config: ModelConfig) -> Footprint:
     """The footprint of a checkpoint of these sizes. Takes a second or two, and no memory to speak of."""
     model = build_model(config)
-    parameters = sum(p.numel() for module, _ in model.components() for p in module.parameters())
     table = model.text_encoder.shared.weight.numel()
     geometry, window = kv_geometry(config, _DTYPE), WindowPolicy(config.dit.window_frames)
     return Footprint(
-        weights=(parameters - table) * _DTYPE.itemsize,
+        weights=device_weight_bytes(config, _DTYPE),
         host_weights=table * _DTYPE.itemsize,
         activations=_encoding_bytes(model),
         session=one_session_bytes(geometry, window),

@@ -65,6 +65,8 @@ def open_checkpoint(
     Raises CheckpointError.
     """
     if name in BUILTIN_CONFIGS:
+        if base or revision or tokenizer:
+            raise CheckpointError(f"checkpoint {name!r} is built in: it takes no base, revision or tokenizer")
         return synthetic_checkpoint(name, BUILTIN_CONFIGS[name], BUILTIN_STATISTICS)
     files = read_files(name, base, revision)
     return Checkpoint(
