@@ -60,23 +60,26 @@ def _camera_keys(observation: Mapping[str, object], spec: ObservationSpec) -> di
     """
     keys: dict[str, str] = {}
     numbering: tuple[int, str] | None = None
+    taken: set[str] = set()
     for camera in spec.cameras:
-        sent = [key for key in camera.keys if key in observation and key not in keys.values()]
-        if sent:
-            keys[camera.name] = sent[0]
-        elif camera.required:
-            keys[camera.name] = camera.keys[numbering[0] if numbering and len(camera.keys) > 1 else 0]
-        if sent and len(camera.keys) > 1:
-            index = camera.keys.index(sent[0])
-            numbering = numbering or (index, sent[0])
+        for index, key in enumerate(camera.keys):  # noqa: B007 (used below)
+            if key in observation and key not in taken:
+                break
+        else:
+            if camera.required:
+                keys[camera.name] = camera.keys[numbering[0] if numbering and len(camera.keys) > 1 else 0]
+            continue
+        keys[camera.name] = key
+        taken.add(key)
+        if len(camera.keys) > 1:
+            numbering = numbering or (index, key)
             if index != numbering[0]:
-                numbers = " and ".join(_number(key) for key in (numbering[1], sent[0]))
+                numbers = " and ".join(map(_number, (numbering[1], key)))
                 expected = f"{camera.keys[numbering[0]]} beside {numbering[1]}"
-                raise RequestError(sent[0], expected, f"cameras {numbers}, which no numbering has")
-    for group in {camera.one_of: None for camera in spec.cameras if camera.one_of}:
-        members = [camera for camera in spec.cameras if camera.one_of == group]
-        if not any(camera.name in keys for camera in members):
-            this, *others = dict.fromkeys(key for camera in members for key in camera.keys)
+                raise RequestError(key, expected, f"cameras {numbers}, which no numbering has")
+    for group, members in spec.groups.items():
+        if keys.keys().isdisjoint(members):
+            this, *others = dict.fromkeys(key for camera in members.values() for key in camera.keys)
             raise RequestError(this, f"at least one {group} (this, or {' or '.join(others)})", "nothing")
     return keys
 

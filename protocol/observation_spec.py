@@ -1,6 +1,7 @@
 """What one kind of robot's requests hold: which cameras under which keys, which numbers."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +36,12 @@ class ObservationSpec:
 
     cameras: tuple[Camera, ...]
     state: tuple[StateVector, ...]
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, Camera]]:
+        """By `one_of`: the cameras of that name, by theirs."""
+        groups: dict[str, dict[str, Camera]] = {}
+        for camera in self.cameras:
+            if camera.one_of is not None:
+                groups.setdefault(camera.one_of, {})[camera.name] = camera
+        return groups
