@@ -15,7 +15,7 @@ from engine.checkpoint_names import Entry, dit_entries, image_entries, text_entr
 from engine.config import ModelConfig
 from engine.dit import DiT
 from engine.text import build_text_encoder
-from engine.vae import build_vae
+from engine.vae import build_vae, use_onednn
 from engine.vision import build_image_encoder
 
 
@@ -92,6 +92,7 @@ def load_model(config: ModelConfig, weights: Weights, device: torch.device, dtyp
             _set_parameter(module, name, tensor, entry, torch.device("cpu") if on_host else device, dtype)
             if not is_finite(module.get_parameter(name)):
                 raise CheckpointError(f"{weights.where(entry_name)} holds NaN or infinite values")
+    use_onednn(model.vae)
     # What `meta` left without content: a tied parameter and a table of positions.
     model.text_encoder.encoder.embed_tokens = model.text_encoder.shared
     embeddings = model.image_encoder.embeddings
