@@ -11,8 +11,7 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from benchmarks.serving_processes import StubPolicy, observation, running, serve_ours, serve_plainly
 from engine.embodiment_file import read_embodiment
 from policy_server.observations import observation_spec
-from protocol.codec import Decoder
-from protocol.messages import parse_request
+from protocol.request_reader import RequestReader
 
 BLOCKS = 10
 DROID = observation_spec(read_embodiment("oxe_droid"))
@@ -22,13 +21,13 @@ def wire_table(rounds: int) -> list[str]:
     """Markdown rows: what, theirs, ours, ratio with the range of its blocks. Theirs and ours alternate call by call."""
     message = observation()
     frame = msgpack_numpy.packb(message)
-    decoder = Decoder()  # of one connection, as the server has it
+    reader = RequestReader(DROID)  # of one connection, as the server has it
     stub = functools.partial(StubPolicy, 0.0)
     with running(serve_plainly, stub) as (plain, _), running(serve_ours, stub) as (port, _):
         theirs, ours = (WebsocketClientPolicy("127.0.0.1", each) for each in (plain, port))
 
         def ours_parsed() -> object:
-            return parse_request(*decoder.decode(frame), DROID)
+            return reader.read(frame)
 
         rows = [
             _row("decode, ours with validation", rounds, lambda: msgpack_numpy.unpackb(frame), ours_parsed),

@@ -28,15 +28,21 @@ def _read_scheduled(path: Path) -> tuple[dict[int, np.ndarray], int]:
     frames: dict[int, np.ndarray] = {}
     length = 0
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), metadata_errors="replace") as container:
             if not container.streams.video:
                 raise EpisodeError(f"{path} has no video in it")
             for frame in container.decode(video=0):
                 if is_scheduled(length):
                     frames[length] = frame.to_ndarray(format="rgb24")
                 length += 1
-    except av.FFmpegError as error:
-        raise EpisodeError(f"{path} cannot be read after frame {length}: {error.strerror}") from error
+    except EpisodeError:
+        raise
+    except (av.FFmpegError, ValueError) as error:
+        problem = error.strerror if isinstance(error, av.FFmpegError) else str(error)
+        raise EpisodeError(f"{path} cannot be read after frame {length}: {problem}") from error
     if not frames:
         raise EpisodeError(f"{path} has no frames")
+    sizes = {f"{image.shape[1]}x{image.shape[0]}": None for image in frames.values()}
+    if len(sizes) > 1:
+        raise EpisodeError(f"{path} has frames of more than one size: {', '.join(sizes)}")
     return frames, length

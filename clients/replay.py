@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from clients.episode import STEPS_PER_CALL, Episode, EpisodeError
+from clients.episode import STEPS_PER_CALL, Episode
 from clients.errors import PolicyError
 from clients.policy_client import PolicyClient
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote       {path}")
     except PolicyError as error:
         return _fail(f"the server answered: {error}")
-    except (EpisodeError, OSError) as error:
+    except (OSError, ValueError) as error:  # of the recording, the connection, or a prompt that cannot be sent
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)

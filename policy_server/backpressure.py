@@ -1,4 +1,4 @@
-"""Robots that send and do not read are cut off: neither memory nor a shutdown may depend on their good will."""
+"""What a connection may cost: neither memory nor a shutdown may depend on the good will of who connects."""
 
 import asyncio
 import logging
@@ -7,21 +7,28 @@ from typing import Any
 from websockets.asyncio.server import ServerConnection
 
 from policy_server.logs import log_event
+from policy_server.waiting_room import WaitingRoom
 
 log = logging.getLogger(__name__)
 
 
-class ReadingConnection(ServerConnection):
-    """A connection that is aborted when what was written to it stays unread for `write_timeout` seconds.
+class BoundedConnection(ServerConnection):
+    """A connection that begins in a waiting room, and is aborted when what was written to it stays unread.
 
-    That covers what the library writes by itself, too: answers to pings pile up without a limit otherwise, and its
-    own pings and its closing handshake wait for ever behind a full buffer.
+    write_timeout: seconds that it may stay so. That covers what the library writes by itself, too: answers to pings
+    pile up without a limit otherwise, and its own pings and its closing handshake wait for ever behind a full buffer.
     """
 
-    def __init__(self, *arguments: Any, write_timeout: float, **options: Any) -> None:
+    def __init__(self, *arguments: Any, write_timeout: float, waiting_room: WaitingRoom, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._write_timeout = write_timeout
+        self._waiting_room = waiting_room
         self._cut_off: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Somebody connected, with TLS after its handshake."""
+        super().connection_made(transport)
+        self._waiting_room.enter(self)
 
     def pause_writing(self) -> None:
         """The transport's buffer is full: the robot has so long to read some of it."""
@@ -36,6 +43,7 @@ class ReadingConnection(ServerConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, and so is what was unread."""
         super().connection_lost(exc)
+        self._waiting_room.leave(self)
         self._stop_timer()
 
     def _stop_timer(self) -> None:

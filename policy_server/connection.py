@@ -17,17 +17,17 @@ from engine.loop import EngineBusy, EngineStopped
 from policy_server.logs import log_event
 from policy_server.metrics import Metrics
 from policy_server.sessions import SessionInUse, Sessions
-from protocol.codec import CodecError, Decoder, Dialect, Limits, encode
+from protocol.codec import CodecError, Dialect, Limits, encode
 from protocol.messages import (
     RESET_REPLY,
     InferRequest,
     RequestError,
     ResetRequest,
     infer_reply,
-    parse_request,
     size_warnings,
 )
 from protocol.observation_spec import ObservationSpec
+from protocol.request_reader import RequestReader
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Conversation:
         self._name = name
         self._host = host
         self._closed = asyncio.ensure_future(websocket.wait_closed())
-        self._decoder = Decoder(host.limits)
+        self._reader = RequestReader(host.spec, host.limits)
         self._previous_total_ms: float | None = None
         self._size_was_warned_of = False
         self._kind = "unknown"
@@ -126,9 +126,9 @@ class Conversation:
         if isinstance(frame, str):
             raise RequestError("message", "a binary frame with one msgpack map", "a text frame")
         if len(frame) > _LARGEST_DECODED_ON_EVENT_LOOP:
-            request = await asyncio.to_thread(self._parse, frame)
+            request = await asyncio.to_thread(self._reader.read, frame)
         else:
-            request = self._parse(frame)
+            request = self._reader.read(frame)
         if isinstance(request, ResetRequest):
             return await self._reset(request)
         return await self._infer(request)
@@ -187,7 +187,3 @@ class Conversation:
         if warnings := size_warnings(request, self._host.handshake["image_resolution"]):
             self._size_was_warned_of = True
             log_event(log, logging.WARNING, "image size", connection=self._name, found="; ".join(warnings))
-
-    def _parse(self, frame: bytes) -> InferRequest | ResetRequest:
-        """Raises CodecError or RequestError."""
-        return parse_request(*self._decoder.decode(frame), self._host.spec)

@@ -20,7 +20,7 @@ from engine.embodiment import EmbodimentError
 from engine.embodiment_file import read_embodiment
 from engine.loop import EngineLoop, LoadPolicy
 from engine.recording import Recorder
-from policy_server.backpressure import ReadingConnection
+from policy_server.backpressure import BoundedConnection
 from policy_server.connection import Conversation, Host
 from policy_server.http import Door
 from policy_server.logs import log_event
@@ -28,14 +28,17 @@ from policy_server.metrics import Metrics
 from policy_server.observations import handshake, observation_spec
 from policy_server.sessions import Sessions, episode_name
 from policy_server.settings import ServerSettings, SettingsError
+from policy_server.waiting_room import WaitingRoom
 from protocol.codec import Limits
 
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 2.0
 _THREAD_END_SECONDS = 1.0
-# Messages that one connection may have sent ahead. A robot waits for each answer; memory belongs to those who do.
-_MESSAGES_AHEAD = 2
+# Reading from a robot stops when it has sent more messages than this ahead of the one in work. A robot waits for each
+# answer; memory belongs to those who do.
+_MESSAGES_AHEAD = 1
+_LEAST_WAITING_ROOM = 32
 
 
 class PolicyServer:
@@ -52,6 +55,8 @@ class PolicyServer:
         self.engine = EngineLoop(load, max_queue=settings.max_queue, recorder=self._recorder)
         self.sessions = Sessions(self.engine, settings.session_ttl)
         self._conversations: dict[str, Conversation] = {}
+        # Room for all robots to come back at once, and for probes beside few robots.
+        self._waiting_room = WaitingRoom(max(_LEAST_WAITING_ROOM, settings.max_connections))
         self._names = map(str, itertools.count(1))
         self._metrics = Metrics(
             self.engine.stats,
@@ -91,6 +96,7 @@ class PolicyServer:
             except OSError as error:
                 raise SettingsError(f"save-video: cannot make {self._recorder.directory}: {error.strerror}") from error
         max_message_bytes = settings.max_message_mib * 2**20
+        tls = _tls(settings)
         self._host = Host(
             sessions=self.sessions,
             metrics=self._metrics,
@@ -107,10 +113,12 @@ class PolicyServer:
                 settings.port,
                 process_request=self._process_request,
                 create_connection=cast(
-                    type[ServerConnection], partial(ReadingConnection, write_timeout=settings.write_timeout)
+                    type[ServerConnection],
+                    partial(BoundedConnection, write_timeout=settings.write_timeout, waiting_room=self._waiting_room),
                 ),
                 compression=None,
-                ssl=_tls(settings),
+                ssl=tls,
+                ssl_handshake_timeout=settings.handshake_timeout if tls else None,
                 max_size=max_message_bytes,
                 max_queue=_MESSAGES_AHEAD,
                 open_timeout=settings.handshake_timeout,
@@ -220,6 +228,7 @@ class PolicyServer:
         }
 
     async def _converse(self, websocket: ServerConnection) -> None:
+        self._waiting_room.leave(websocket)
         name = next(self._names)
         peer = websocket.remote_address
         log_event(log, logging.INFO, "connection open", connection=name, peer=f"{peer[0]}:{peer[1]}" if peer else "")

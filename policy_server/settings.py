@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from engine.settings import EngineSettings
 
 ENVIRONMENT_PREFIX = "DREAMZERO_"
+_KEY_SETTINGS = ("api_key", "api_key_file")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -47,7 +48,7 @@ class ServerSettings:
     api_key_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    max_message_mib: int = 64
+    max_message_mib: int = 32
     max_connections: int = 128
     max_queue: int = 64
     session_ttl: float = 60.0
@@ -110,7 +111,11 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
     )
     _add_arguments(parser.add_argument_group("server"), ServerSettings)
     _add_arguments(parser.add_argument_group("engine"), EngineSettings)
-    given: dict[str, Any] = _from_environment(environment) | vars(parser.parse_args(arguments))
+    on_command_line = vars(parser.parse_args(arguments))
+    in_environment = _from_environment(environment)
+    if any(name in on_command_line for name in _KEY_SETTINGS):  # two ways to say one thing
+        in_environment = {name: value for name, value in in_environment.items() if name not in _KEY_SETTINGS}
+    given: dict[str, Any] = in_environment | on_command_line
     of_engine = {name: given[name] for name in _settings_of(EngineSettings) if name in given}
     of_server = {name: given[name] for name in _settings_of(ServerSettings) if name in given}
     return ServerSettings(**of_server, engine=EngineSettings(**of_engine))

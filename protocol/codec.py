@@ -29,9 +29,12 @@ class Decoder:
 
     A robot's observations differ in array data alone. Where all other bytes of a frame are those of the frame before,
     nothing but the data has to be looked at.
+
+    repeated: whether that was so for the last frame decoded.
     """
 
     def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 (frozen)
+        self.repeated = False
         self._limits = limits
         self._layout: Layout | None = None
 
@@ -41,7 +44,9 @@ class Decoder:
         if self._layout is not None:
             repeated = self._layout.decode(frame)
             if repeated is not None:
+                self.repeated = True
                 return repeated, self._layout.dialect
+        self.repeated = False
         reader = Reader(frame, self._limits)
         value, dialect = reader.read_whole(), reader.dialect or Dialect.OPENPI
         self._layout = Layout.of(frame, value, reader.arrays, dialect)

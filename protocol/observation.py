@@ -28,7 +28,11 @@ def camera_views(observation: Mapping[str, object], spec: ObservationSpec) -> di
     Raises RequestError.
     """
     keys = _camera_keys(observation, spec)
-    views = {name: _frames(key, _needed(observation, key, _EXPECTED_IMAGE)) for name, key in keys.items()}
+    views: dict[str, np.ndarray] = {}
+    for name, key in keys.items():
+        if key not in observation:
+            raise RequestError(key, _EXPECTED_IMAGE, "nothing")
+        views[name] = _frames(key, observation[key])
     first, *others = views
     for name in others:
         if len(views[name]) != len(views[first]):
@@ -44,12 +48,15 @@ def state_vectors(observation: Mapping[str, object], spec: ObservationSpec) -> d
     """
     vectors = {}
     for vector in spec.state:
-        value = _needed(observation, vector.key, f"{vector.size} {vector.meaning}")
-        if vector.size == 1:
+        key, size = vector.key, vector.size
+        if key not in observation:
+            raise RequestError(key, f"{size} {vector.meaning}", "nothing")
+        value = observation[key]
+        if size == 1:
             if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
                 value = value.item()
             value = [value] if type(value) in (int, float) else value
-        vectors[vector.name] = _numbers(vector.key, value, vector.size)
+        vectors[vector.name] = _numbers(key, value, size)
     return vectors
 
 
@@ -90,12 +97,6 @@ def _number(key: str) -> str:
     return digits[0] if digits else key
 
 
-def _needed(observation: Mapping[str, object], key: str, expected: str) -> object:
-    if key not in observation:
-        raise RequestError(key, expected, "nothing")
-    return observation[key]
-
-
 def _frames(key: str, image: object) -> np.ndarray:
     """(T,H,W,3) uint8, C-contiguous. A side of 3 is too small for an image, so the axis of size 3 is the channels."""
     if not isinstance(image, np.ndarray) or image.ndim not in (3, 4):
@@ -104,7 +105,7 @@ def _frames(key: str, image: object) -> np.ndarray:
     if frames.shape[3] != 3 and frames.shape[1] == 3:
         frames = frames.transpose(0, 2, 3, 1)
     count, height, width, channels = frames.shape
-    sides_fit = min(height, width) >= SMALLEST_SIDE and max(height, width) <= LARGEST_SIDE
+    sides_fit = SMALLEST_SIDE <= height <= LARGEST_SIDE and SMALLEST_SIDE <= width <= LARGEST_SIDE
     if channels != 3 or not sides_fit or not 1 <= count <= MOST_FRAMES:
         raise RequestError(key, _EXPECTED_IMAGE, described(image))
     if frames.dtype.kind == "f":
@@ -128,7 +129,7 @@ def _numbers(key: str, value: object, count: int) -> np.ndarray:
         value = np.array(value, dtype=np.float64)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf" or value.shape != (count,):
         raise RequestError(key, f"numbers of shape ({count},)", described(value))
-    numbers = value.astype(np.float64)
+    numbers = value.astype(np.float64, copy=False)
     for number in numbers.tolist():
         if not -_LARGEST_FLOAT32 <= number <= _LARGEST_FLOAT32:  # NaN fails
             raise RequestError(key, f"finite numbers of shape ({count},)", str(numbers.tolist()))

@@ -8,11 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 PROGRAM = """
-import importlib.util, sys
+import importlib.metadata, importlib.util, sys
 import protocol.codec, protocol.messages, protocol.handshake, clients
 assert callable(clients.PolicyClient) and callable(clients.AsyncPolicyClient)
 heavy = ("torch", "transformers", "diffusers", "av", "matplotlib")
 assert not [name for name in heavy if name in sys.modules or importlib.util.find_spec(name)]
+installed = importlib.metadata.distribution("dreamzero-policy-server")
+assert installed.metadata["License-Expression"] == "Apache-2.0"
+assert "END OF TERMS AND CONDITIONS" in installed.read_text("licenses/LICENSE")
 print("installed in", clients.__file__)
 """
 
@@ -38,7 +41,7 @@ def test_the_client_side_installs_and_imports_without_torch(tmp_path: Path) -> N
 def copy_of_the_project(target: Path) -> Path:
     """What pip builds from, so that the build leaves nothing behind in the working tree."""
     target.mkdir()
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         (target / name).write_bytes((ROOT / name).read_bytes())
     for package in ("clients", "engine", "kv_cache", "policy_server", "protocol"):
         shutil.copytree(ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -32,6 +32,22 @@ def write_video(path: Path, frames: int, height: int = 48, width: int = 64) -> N
         container.mux(stream.encode())
 
 
+def write_video_of_two_sizes(path: Path) -> None:
+    """A video whose images grow after frame 24."""
+    parts = []
+    for height, width, frames in ((48, 64, 25), (80, 96, 25)):
+        part = path.with_suffix(".part")
+        with av.open(str(part), "w", format="mpeg2video") as container:
+            stream = container.add_stream("mpeg2video", rate=25)
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            for _ in range(frames):
+                image = np.zeros((height, width, 3), np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+            container.mux(stream.encode())
+        parts.append(part.read_bytes())
+    path.write_bytes(b"".join(parts))
+
+
 def write_episode(directory: Path, frames: int = 50) -> Path:
     directory.mkdir(exist_ok=True)
     for camera in CAMERAS:
@@ -74,6 +90,7 @@ def cut_file(path: Path) -> None:
         (Path.unlink, r"wrist_image_left\.mp4 is missing"),
         (break_file, r"wrist_image_left\.mp4 cannot be read after frame 0"),
         (cut_file, r"wrist_image_left\.mp4 cannot be read after frame 0"),
+        (write_video_of_two_sizes, r"wrist_image_left\.mp4 has frames of more than one size: 64x48, 96x80"),
         (lambda path: write_video(path, 49), r"differ in their number of frames: .*wrist_image_left\.mp4 49"),
     ],
 )
@@ -94,6 +111,38 @@ def test_a_file_without_video_is_named(tmp_path: Path) -> None:
         container.mux(stream.encode())
     with pytest.raises(EpisodeError, match=r"wrist_image_left\.mp4 has no video"):
         read_episode(directory)
+
+
+def test_a_recording_with_odd_text_in_it_is_read(tmp_path: Path) -> None:
+    directory = write_episode(tmp_path)
+    path = directory / "wrist_image_left.mp4"
+    content = path.read_bytes()
+    assert content.count(b"VideoHandler") == 1
+    path.write_bytes(content.replace(b"VideoHandler", b"Vid\xebohandler"))
+    assert len(read_episode(directory).calls) == 3
+
+
+def test_whatever_else_a_recording_makes_the_reader_raise_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write_episode(tmp_path, frames=1)
+
+    def odd(path: str, **options: object) -> None:
+        raise ValueError("an odd\nrecording")
+
+    monkeypatch.setattr("clients.recorded_episode.av.open", odd)
+    assert replay.main(["--episode", str(tmp_path), "--prompt", PROMPT]) == 1
+    recording = tmp_path / "exterior_image_1_left.mp4"
+    assert capsys.readouterr().err == f"replay: {recording} cannot be read after frame 0: an odd recording\n"
+
+
+def test_a_prompt_that_cannot_be_sent_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As a shell hands over bytes that are not UTF-8."""
+    episode = write_episode(tmp_path / "demo", frames=1)
+    with WireServer(brightness_answer) as server:
+        assert replay.main(["--episode", str(episode), "--prompt", "grasp \udcff", "--url", server.url]) == 1
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last_line.startswith("replay: cannot be sent")
 
 
 def test_the_synthetic_episode_moves_and_is_always_the_same() -> None:

@@ -1,5 +1,7 @@
 """Embodiment files: what the built-in one says, and every way in which a file can be wrong."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,17 @@ def test_what_a_file_leaves_out_has_a_default(tmp_path: Path) -> None:
     assert read.crop == 0.95
     assert read.prompt_text(" ") == "Do perform the default behavior."
     assert read.handshake == {}
+
+
+def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    content = small() | {"default_prompt": "Greife die Tüte."}
+    file = tmp_path / "robot.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    assert read_embodiment(str(file)).default_prompt == "Greife die Tüte."
+    program = f"from engine.embodiment_file import read_embodiment; read_embodiment({str(file)!r})"
+    strictly = ["-X", "warn_default_encoding", "-W", "error::EncodingWarning"]
+    done = subprocess.run([sys.executable, *strictly, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_template_is_taken_as_it_is_but_for_the_prompt(tmp_path: Path) -> None:
@@ -160,6 +173,8 @@ def test_a_bad_file_is_one_line_with_file_entry_and_expectation(
         ("views: [a", "cannot be read as YAML"),
         ("a: !!python/object/apply:os.getcwd []", "cannot be read as YAML"),
         ("\x00", "cannot be read as YAML"),
+        ("[" * 5000, "cannot be read as YAML: maps and lists nest too deeply"),
+        ("name: 2026-13-45", "cannot be read as YAML"),
         ("- a\n- b", "expected a map, found list ['a', 'b']"),
         ("", "expected a map, found nothing"),
     ],

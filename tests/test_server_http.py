@@ -1,6 +1,7 @@
 """Plain HTTP on the robots' port, and who may open a WebSocket: key, TLS, limits, start-up."""
 
 import asyncio
+import contextlib
 import datetime
 import json
 import logging
@@ -167,6 +168,22 @@ async def test_who_connects_and_asks_nothing_is_cut_off() -> None:
         writer.close()
 
 
+async def test_many_who_connect_and_ask_nothing_keep_nobody_out() -> None:
+    async with serving(max_connections=2, handshake_timeout=60) as (server, _):
+        async with await Robot.connect(server) as first:
+            silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(36)]
+            for reader, _ in silent[:4]:  # the 32 that came last have taken all the room there is
+                async with asyncio.timeout(SECONDS):
+                    with contextlib.suppress(ConnectionResetError):
+                        assert await reader.read() == b""
+            assert (await get(server, "/healthz"))[0] == 200
+            async with await Robot.connect(server) as second:
+                for robot in (first, second):
+                    assert "actions" in await robot.ask(observation())
+        for _, writer in silent:
+            writer.close()
+
+
 async def test_who_connects_and_asks_nothing_does_not_hold_up_the_end() -> None:
     async with serving(handshake_timeout=60) as (server, _):
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -252,6 +269,16 @@ async def test_tls_serves_wss_and_https(certificate: tuple[Path, Path]) -> None:
         writer.close()
         with pytest.raises(Exception):  # noqa: B017, PT011 (ws:// to a TLS port: which error is the client's affair)
             await Robot.connect(server.url.replace("wss", "ws"), open_timeout=5)
+
+
+async def test_who_does_not_finish_the_tls_handshake_is_cut_off(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    async with serving(tls_cert=cert, tls_key=key, handshake_timeout=0.2) as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        async with asyncio.timeout(SECONDS):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.close()
 
 
 async def test_an_unusable_certificate_is_a_bad_setting(certificate: tuple[Path, Path]) -> None:

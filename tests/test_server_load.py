@@ -174,6 +174,30 @@ async def test_a_robot_that_pings_and_never_reads_is_cut_off() -> None:
         deaf.close()
 
 
+async def test_a_robot_that_does_not_wait_for_answers_is_read_no_further_than_two_messages_ahead() -> None:
+    gate = Gate()
+    size = 30 * 2**20
+    async with serving(gate) as (server, _):
+        robot = await asyncio.to_thread(open_websocket, server.port)
+        robot.sendall(Frame(Opcode.BINARY, wire.packb(observation(prompt="hold"))).serialize(mask=True))
+        await gate.entered()
+        message = memoryview(Frame(Opcode.BINARY, bytes(size)).serialize(mask=True))
+        robot.settimeout(2)
+        sent = 0
+
+        def flood() -> None:
+            nonlocal sent
+            while sent < 10 * size:
+                at = sent % len(message)
+                sent += robot.send(message[at : at + 2**20])
+
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(flood)
+        assert sent < 2.8 * size  # what the system's buffers hold comes on top of the two
+        robot.close()
+        gate.open()
+
+
 async def test_a_robot_that_does_not_read_does_not_hold_up_the_end() -> None:
     settings = ServerSettings(port=0, write_timeout=60, drain_timeout=0.5)
     async with PolicyServer(settings, lambda report: BigAnswers()) as server:  # type: ignore[arg-type, return-value]

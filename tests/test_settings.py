@@ -17,7 +17,9 @@ def test_nothing_given_is_the_defaults() -> None:
     assert parse() == ServerSettings()
     assert parse().engine == EngineSettings()
     assert parse().host == "127.0.0.1"
-    assert parse().max_message_mib == 64
+    assert parse().max_message_mib == 32
+    four_frames_of_three_cameras = 4 * 3 * 720 * 1280 * 3
+    assert 1.001 * four_frames_of_three_cameras < parse().max_message_mib * 2**20
 
 
 def test_every_setting_of_server_and_engine_can_be_given_both_ways() -> None:
@@ -25,12 +27,12 @@ def test_every_setting_of_server_and_engine_can_be_given_both_ways() -> None:
     for field in (*dataclasses.fields(ServerSettings), *dataclasses.fields(EngineSettings)):
         if field.name in ("engine", "api_key_file"):
             continue
-        values[field.name] = {"log_level": "debug", "api_key": "k"}.get(field.name, "7")
-    values |= {"debug": "yes", "log_json": "true"}
+        usual = "yes" if field.type is bool else "7"
+        values[field.name] = {"log_level": "debug", "api_key": "k"}.get(field.name, usual)
     flags = [
         part
         for name, value in values.items()
-        for part in ([f"--{name.replace('_', '-')}"] + ([value] if value not in ("yes", "true") else []))
+        for part in ([f"--{name.replace('_', '-')}"] + ([value] if value != "yes" else []))
     ]
     from_flags = parse(*flags)
     from_environment = parse(**{f"DREAMZERO_{name.upper()}": value for name, value in values.items()})
@@ -57,6 +59,15 @@ def test_the_key_comes_from_a_file_and_is_not_shown(tmp_path: Path) -> None:
     assert dataclasses.replace(settings, port=1).api_key == "s3cret"
 
 
+def test_a_key_on_the_command_line_wins_however_the_environment_gives_another(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.write_text("command-line\n")
+    there.write_text("environment\n")
+    for arguments in (["--api-key", "command-line"], ["--api-key-file", str(here)]):
+        for variable, value in {"DREAMZERO_API_KEY": "environment", "DREAMZERO_API_KEY_FILE": str(there)}.items():
+            assert parse(*arguments, **{variable: value}).api_key == "command-line"
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "named"),
     [
@@ -76,6 +87,7 @@ def test_the_key_comes_from_a_file_and_is_not_shown(tmp_path: Path) -> None:
         (["--log-level", "loud"], {}, "log-level"),
         (["--tls-cert", "cert.pem"], {}, "tls-key"),
         (["--api-key", "a", "--api-key-file", "b"], {}, "one of the two"),
+        ([], {"DREAMZERO_API_KEY": "a", "DREAMZERO_API_KEY_FILE": "b"}, "one of the two"),
         (["--api-key-file", "/no/such/file"], {}, "/no/such/file"),
         (["--api-key", "two words"], {}, "api-key"),
         (["--api-key", ""], {}, "api-key"),
