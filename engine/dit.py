@@ -1,8 +1,8 @@
 """The causal video-and-action diffusion transformer, inference only (spec section 3).
 
 Module names are the checkpoint's, so a state dict loads as it is. The order below is a forward's: embed the tokens,
-embed the time, run the blocks, read video and action off the last hidden state. What the two guidance branches share
-(tokens, time, rotation) is computed by the caller once and passed to both.
+embed the time, run the blocks, read video and action off the last hidden state. A forward takes one or more guidance
+branches: they share tokens, time, rotation and image, and go through the linear layers as one batch (B below).
 """
 
 from collections.abc import Iterator
@@ -30,19 +30,54 @@ class TimeEmbedding:
 
 @dataclass(frozen=True)
 class Register:
-    """The action register's inputs: noisy action (1, 24, 32), its timestep (1,), normalised state (1, 1, 64)."""
+    """The action register's inputs: noisy action (1, 24, 32), its embedded time (D,), normalised state (1, 1, 64)."""
 
     action: Tensor
-    timestep: Tensor
+    time: Tensor
     state: Tensor
 
 
 @dataclass(frozen=True)
 class CrossContext:
-    """Cross-attention K/V of one branch: the text half and the image half, per layer."""
+    """Cross-attention K/V, per layer: the text half of each of B branches, and the image half that they share."""
 
-    text: LayerKV
+    texts: tuple[LayerKV, ...]
     image: LayerKV
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What stays the same over the forwards of a phase, for B guidance branches.
+
+    rotation: of the tokens. plans: where each branch's K/V go and what it sees. cross: its cross-attention K/V.
+    """
+
+    rotation: Rotation
+    plans: tuple[AttentionPlan, ...]
+    cross: CrossContext
+
+    def layer(self, index: int, kv: PagedKV) -> "LayerContext":
+        """What one layer takes of it, and of the pool."""
+        texts = tuple(text[index] for text in self.cross.texts)
+        return LayerContext(self.rotation, self.plans, kv.layers[index], texts, self.cross.image[index])
+
+    def split(self) -> "tuple[ForwardContext, ...]":
+        """A context for each branch alone."""
+        return tuple(
+            ForwardContext(self.rotation, (plan,), CrossContext((text,), self.cross.image))
+            for plan, text in zip(self.plans, self.cross.texts, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """One layer's share of a ForwardContext: its pool, and K and V of each branch's text and of the image."""
+
+    rotation: Rotation
+    plans: tuple[AttentionPlan, ...]
+    kv: PagedLayer
+    texts: tuple[tuple[Tensor, Tensor], ...]
+    image: tuple[Tensor, Tensor]
 
 
 class CategoryLinear(nn.Module):
@@ -80,12 +115,10 @@ class ActionEncoder(nn.Module):
         self.W2 = CategoryLinear(2 * dim, dim)
         self.W3 = CategoryLinear(dim, dim)
 
-    def forward(self, action: Tensor, timestep: Tensor) -> Tensor:
-        """Action (1, 24, action_dim) at timestep (1,) to (1, 24, D)."""
+    def forward(self, action: Tensor, time: Tensor) -> Tensor:
+        """Action (1, 24, action_dim) at the embedded time (D,) to (1, 24, D)."""
         a = self.W1(action)
-        angles = timestep.float() * _frequencies(a.shape[-1] // 2, torch.float32, action.device)
-        tau = torch.cat([angles.sin(), angles.cos()]).to(a.dtype)
-        return self.W3(silu(self.W2(torch.cat([a, tau.expand_as(a)], dim=-1))))
+        return self.W3(silu(self.W2(torch.cat([a, time.expand_as(a)], dim=-1))))
 
 
 class RMSNorm(nn.Module):
@@ -112,12 +145,24 @@ class SelfAttention(nn.Module):
         self.norm_q, self.norm_k = (RMSNorm(dim, config.eps) for _ in range(2))
         self.heads = config.num_heads
 
-    def forward(self, x: Tensor, rotation: Rotation, kv: PagedLayer, plan: AttentionPlan) -> Tensor:
-        """x (1, L, D) to (1, L, D); the K/V of x are written into the plan's slots."""
-        q = rotate(self.norm_q(self.q(x)).unflatten(-1, (self.heads, -1)), rotation)
-        k = rotate(self.norm_k(self.k(x)).unflatten(-1, (self.heads, -1)), rotation)
-        v = self.v(x).unflatten(-1, (self.heads, -1))
-        return self.o(kv.attend(q, k, v, plan).flatten(-2))
+    def forward(self, x: Tensor, layer: LayerContext) -> Tensor:
+        """x (B, L, D) to (B, L, D); the K/V of each branch are written into its plan's slots."""
+        q = rotate(self._heads(self.norm_q(self.q(x))), layer.rotation)
+        k, v = self._keys_values(x, layer.rotation)
+        branches = zip(q.split(1), k.split(1), v.split(1), layer.plans, strict=True)
+        return self.o(torch.cat([layer.kv.attend(*branch) for branch in branches]).flatten(-2))
+
+    def store(self, x: Tensor, layer: LayerContext) -> None:
+        """Write the K/V of x (B, L, D) into the plans' slots, and no more."""
+        k, v = self._keys_values(x, layer.rotation)
+        for branch in zip(k.split(1), v.split(1), layer.plans, strict=True):
+            layer.kv.store(*branch)
+
+    def _keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return rotate(self._heads(self.norm_k(self.k(x))), rotation), self._heads(self.v(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1))
 
 
 class CrossAttention(nn.Module):
@@ -138,10 +183,10 @@ class CrossAttention(nn.Module):
         """K and V (1, 257, heads, head_dim) of the image context (1, 257, D)."""
         return self._heads(self.norm_k_img(self.k_img(image))), self._heads(self.v_img(image))
 
-    def forward(self, x: Tensor, text: tuple[Tensor, Tensor], image: tuple[Tensor, Tensor]) -> Tensor:
-        """x (1, L, D) to (1, L, D)."""
-        q = self._heads(self.norm_q(self.q(x)))
-        return self.o(_attend(q, *text) + _attend(q, *image))
+    def forward(self, x: Tensor, layer: LayerContext) -> Tensor:
+        """x (B, L, D) to (B, L, D)."""
+        branches = zip(self._heads(self.norm_q(self.q(x))).split(1), layer.texts, strict=True)
+        return self.o(torch.cat([_attend(q, *text) + _attend(q, *layer.image) for q, text in branches]))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1))
@@ -161,24 +206,19 @@ class Block(nn.Module):
         )
         self.eps = config.eps
 
-    def forward(
-        self,
-        x: Tensor,
-        e0: Tensor,
-        rotation: Rotation,
-        text: tuple[Tensor, Tensor],
-        image: tuple[Tensor, Tensor],
-        kv: PagedLayer,
-        plan: AttentionPlan,
-        video_tokens: int,
-    ) -> Tensor:
-        """x (1, L, D) to (1, L, D); e0 as in TimeEmbedding."""
+    def forward(self, x: Tensor, e0: Tensor, layer: LayerContext, video_tokens: int) -> Tensor:
+        """x (B, L, D) to (B, L, D); e0 as in TimeEmbedding."""
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + e0).unbind(1)
         y = _shift_scale(_norm(x, self.eps), shift1, scale1, video_tokens)
-        x = _add_gated(x, self.self_attn(y, rotation, kv, plan), gate1, video_tokens)
-        x = x + self.cross_attn(self.norm3(x), text, image)
+        x = _add_gated(x, self.self_attn(y, layer), gate1, video_tokens)
+        x = x + self.cross_attn(self.norm3(x), layer)
         y = _shift_scale(_norm(x, self.eps), shift2, scale2, video_tokens)
         return _add_gated(x, self.ffn(y), gate2, video_tokens)
+
+    def store(self, x: Tensor, e0: Tensor, layer: LayerContext) -> None:
+        """Write the self-attention K/V of x (B, L, D), video tokens alone, into the plans' slots, and no more."""
+        shift, scale = (self.modulation + e0)[:, :2].unbind(1)
+        self.self_attn.store(_shift_scale(_norm(x, self.eps), shift, scale, x.shape[1]), layer)
 
 
 class Head(nn.Module):
@@ -191,7 +231,7 @@ class Head(nn.Module):
         self.eps = config.eps
 
     def forward(self, x: Tensor, e: Tensor) -> Tensor:
-        """x (1, L, D) and the video tokens' e (1, D) to (1, L, 4 * out_dim)."""
+        """x (B, L, D) and the video tokens' e (1, D) to (B, L, 4 * out_dim)."""
         shift, scale = (self.modulation + e[:, None]).unbind(1)
         return self.head(_norm(x, self.eps) * (1 + scale) + shift)
 
@@ -246,6 +286,12 @@ class DiT(nn.Module):
         e = self.time_embedding(sinusoid)
         return TimeEmbedding(e, self.time_projection(e).unflatten(-1, (6, -1)))
 
+    def embed_action_time(self, timesteps: Tensor) -> Tensor:
+        """What the action encoder is told of timesteps (n,): (n, D)."""
+        width = self.config.dim // 2
+        angles = timesteps.float()[:, None] * _frequencies(width, torch.float32, timesteps.device)
+        return torch.cat([angles.sin(), angles.cos()], dim=-1).to(self.patch_embedding.weight.dtype)
+
     def embed_tokens(self, latents: Tensor, y: Tensor, register: Register | None = None) -> Tensor:
         """Tokens (1, L, D) of latents (1, 16, F, H, W), frame-major, then those of the action register.
 
@@ -256,35 +302,35 @@ class DiT(nn.Module):
         video = self.patch_embedding(latents).flatten(2).transpose(1, 2)
         if register is None:
             return video
-        action = self.action_encoder(register.action, register.timestep)
+        action = self.action_encoder(register.action, register.time)
         return torch.cat([video, action, self.state_encoder(register.state)], dim=1)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        time: TimeEmbedding,
-        rotation: Rotation,
-        cross: CrossContext,
-        kv: PagedKV,
-        plan: AttentionPlan,
-    ) -> Tensor:
-        """Run the blocks over tokens (1, L, D) of one branch; returns the last hidden state (1, L, D)."""
+    def forward(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, kv: PagedKV) -> Tensor:
+        """The last hidden state (B, L, D) of tokens (1, L, D) in the context's B branches."""
         has_register = time.e.shape[0] == 2
         video_tokens = tokens.shape[1] - (self.config.register_tokens if has_register else 0)
-        x = tokens
-        for block, text, image, layer in zip(self.blocks, cross.text, cross.image, kv.layers, strict=True):
-            x = block(x, time.e0, rotation, text, image, layer, plan, video_tokens)
+        x = tokens.repeat(len(context.plans), 1, 1)
+        for index, block in enumerate(self.blocks):
+            x = block(x, time.e0, context.layer(index, kv), video_tokens)
         return x
 
+    def prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, kv: PagedKV) -> None:
+        """Write the K/V of video tokens (1, L, D) of every layer; the last layer computes nothing else."""
+        x = tokens.repeat(len(context.plans), 1, 1)
+        *blocks, last = self.blocks
+        for index, block in enumerate(blocks):
+            x = block(x, time.e0, context.layer(index, kv), tokens.shape[1])
+        cast(Block, last).store(x, time.e0, context.layer(len(blocks), kv))
+
     def video_velocity(self, hidden: Tensor, time: TimeEmbedding, latents: Tensor) -> Tensor:
-        """Predicted velocity of `latents` (1, C, F, H, W), in their shape, from the last hidden state."""
+        """Predicted velocities (B, C, F, H, W) of `latents` (1, C, F, H, W), from the last hidden state (B, L, D)."""
         frames, rows, columns = latents.shape[2], latents.shape[3] // 2, latents.shape[4] // 2
         patches = self.head(hidden[:, : frames * rows * columns], time.e[:1])
-        patches = patches.reshape(1, frames, rows, columns, 2, 2, self.config.out_dim)
-        return patches.permute(0, 6, 1, 2, 4, 3, 5).reshape(1, -1, frames, 2 * rows, 2 * columns)
+        patches = patches.reshape(-1, frames, rows, columns, 2, 2, self.config.out_dim)
+        return patches.permute(0, 6, 1, 2, 4, 3, 5).reshape(len(hidden), -1, frames, 2 * rows, 2 * columns)
 
     def action_velocity(self, hidden: Tensor) -> Tensor:
-        """Predicted velocity (1, 24, 32) of the actions, from the last hidden state of a forward with a register."""
+        """Predicted velocities (B, 24, 32) of the actions, from the last hidden state of a forward with a register."""
         actions, states = self.config.num_action_per_block, self.config.num_state_per_block
         return self.action_decoder(hidden[:, -actions - states : hidden.shape[1] - states])
 
@@ -306,7 +352,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _shift_scale(x: Tensor, shift: Tensor, scale: Tensor, video_tokens: int) -> Tensor:
-    """x (1, L, D) scaled and shifted by row 0 for the video tokens and row 1 for the register's."""
+    """x (B, L, D) scaled and shifted by row 0 for the video tokens and row 1 for the register's."""
     video = torch.addcmul(shift[0], x[:, :video_tokens], 1 + scale[0])
     if shift.shape[0] == 1:
         return video
@@ -314,7 +360,7 @@ def _shift_scale(x: Tensor, shift: Tensor, scale: Tensor, video_tokens: int) -> 
 
 
 def _add_gated(x: Tensor, y: Tensor, gate: Tensor, video_tokens: int) -> Tensor:
-    """x + gate * y, both (1, L, D), gated by row 0 for the video tokens and row 1 for the register's."""
+    """x + gate * y, both (B, L, D), gated by row 0 for the video tokens and row 1 for the register's."""
     video = torch.addcmul(x[:, :video_tokens], y[:, :video_tokens], gate[0])
     if gate.shape[0] == 1:
         return video

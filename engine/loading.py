@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +13,9 @@ from engine.checkpoint.opening import open_checkpoint
 from engine.config import ModelConfig
 from engine.embodiment import EmbodimentError
 from engine.embodiment_file import read_embodiment
-from engine.model import device_weight_bytes, load_model
+from engine.execution import EXECUTIONS
+from engine.fp8 import require_fp8
+from engine.model import load_model, weight_bytes
 from engine.policy import Policy
 from engine.rollout import Rollout, RolloutSettings
 from engine.settings import EngineSettings
@@ -19,7 +23,8 @@ from engine.statistics import StatisticsError
 from engine.step_cache import parse_step_cache
 from engine.transforms import Transforms
 from engine.trial import activation_bytes
-from kv_cache.attention import choose_backend
+from engine.warmup import warm_up
+from kv_cache.attention import available_backends, choose_backend
 from kv_cache.cache import KVCache
 from kv_cache.paged_kv import KVGeometry
 from kv_cache.sizing import NotEnoughMemory, kv_bytes_available, one_session_bytes, plan_budget
@@ -30,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 class PolicyLoadError(ValueError):
     """The policy cannot be loaded as asked: one line that says why."""
+
+
+class _WarmUpError(RuntimeError):
+    """A call made before the first robot came did not work."""
 
 
 class _SettingError(ValueError):
@@ -43,7 +52,7 @@ def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Poli
     """
     try:
         return _load_policy(settings, report)
-    except (_SettingError, CheckpointError, EmbodimentError, StatisticsError, NotEnoughMemory) as error:
+    except (_SettingError, _WarmUpError, CheckpointError, EmbodimentError, StatisticsError, NotEnoughMemory) as error:
         raise PolicyLoadError(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise PolicyLoadError(f"the device has too little memory: {str(error).splitlines()[0]}") from error
@@ -53,18 +62,24 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     rollout_settings = _rollout_settings(settings)
     device = _device(settings.device)
     dtype = _dtype(settings.dtype, device)
+    text_encoder_device = device if settings.text_encoder_device == "auto" else torch.device("cpu")
+    if settings.fp8:
+        _require_fp8(device, dtype)
     embodiment = read_embodiment(settings.embodiment)
     report("reading the checkpoint")
     checkpoint = open_checkpoint(settings.checkpoint, settings.base_checkpoint, settings.revision, settings.tokenizer)
     if (relative := checkpoint.training.relative_keys) is not None:
         embodiment = embodiment.with_relative_actions(relative)
     transforms = Transforms(embodiment, checkpoint.config, checkpoint.statistics)
-    backend = _backend(settings, device, dtype, checkpoint.config)
+    execution = _execution(settings, device, dtype, checkpoint.config)
+    rollout_settings = replace(rollout_settings, execution=execution)
+    backend = _backend(settings, device, dtype, checkpoint.config, recorded=execution == "graph")
     least = one_session_bytes(kv_geometry(checkpoint.config, dtype), _window(checkpoint.config))
     if device.type == "cuda":
-        require_memory(torch.cuda.mem_get_info(device)[0], device_weight_bytes(checkpoint.config, dtype), least)
+        sizes = weight_bytes(checkpoint.config, dtype, settings.fp8, text_encoder_device != device)
+        require_memory(torch.cuda.mem_get_info(device)[0], sizes.device, least)
     report("loading weights")
-    model = load_model(checkpoint.config, checkpoint.weights, device, dtype)
+    model = load_model(checkpoint.config, checkpoint.weights, device, dtype, settings.fp8, text_encoder_device)
     if unused := checkpoint.entries - model.entry_shapes().keys():
         logger.info("%d of %d checkpoint entries are not used", len(unused), len(checkpoint.entries))
 
@@ -76,11 +91,50 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     activations = 0
     if device.type == "cuda" and settings.kv_bytes is None:
         rollout, cache = serve_from(least)
-        activations = activation_bytes(rollout, cache.session("trial"), settings.save_video is not None)
+        with _first_calls():
+            activations = activation_bytes(rollout, cache.session("trial"), settings.save_video is not None)
         del rollout, cache
         torch.cuda.empty_cache()  # what the trial held counts as used until then
     available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved=activations)
-    return Policy(checkpoint, *serve_from(available), transforms)
+    policy = Policy(checkpoint, *serve_from(available), transforms)
+    if settings.warm_up != "off":
+        try:
+            with _first_calls():
+                warm_up(policy, report, settings.save_video is not None, settings.guidance == "measure")
+        except _WarmUpError as error:
+            if settings.warm_up == "required":
+                raise
+            logger.warning("%s", error, exc_info=error.__cause__)
+    return policy
+
+
+@contextmanager
+def _first_calls() -> Iterator[None]:
+    """Raises _WarmUpError, which has the reason in a line, where a call in the body fails for other than memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise _WarmUpError(
+            f"the warm-up failed ({type(error).__name__}: {reason}); --execution eager runs without compilation and "
+            "recording, --warm-up optional starts all the same"
+        ) from error
+
+
+def _execution(settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> str:
+    name = settings.execution
+    if name not in ("auto", *EXECUTIONS):
+        raise _SettingError(f"execution: expected auto, {', '.join(EXECUTIONS)}, found {name!r}")
+    if name == "graph" and device.type != "cuda":
+        raise _SettingError(f"execution graph needs a CUDA device, not {device}; try compile")
+    if name != "auto":
+        return name
+    if device.type != "cuda":
+        return "eager"
+    recordable = available_backends(device, dtype, config.dit.frame_seqlen, device_side=True)
+    return "graph" if recordable and settings.attention_backend in ("auto", *recordable) else "compile"
 
 
 def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
@@ -92,6 +146,9 @@ def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
         ("seed", 0 <= settings.seed < 2**63, "0 to 2**63 - 1"),
         ("seed-per", settings.seed_per in ("call", "session"), "call or session"),
         ("kv-fraction", 0 < settings.kv_fraction <= 1, "more than 0, at most 1"),
+        ("guidance", settings.guidance in ("batched", "separate", "measure"), "batched, separate or measure"),
+        ("warm-up", settings.warm_up in ("required", "optional", "off"), "required, optional or off"),
+        ("text-encoder-device", settings.text_encoder_device in ("auto", "cpu"), "auto or cpu"),
     ):
         if not valid:
             raise _SettingError(f"{name}: expected {expected}, found {getattr(settings, name.replace('-', '_'))!r}")
@@ -108,6 +165,8 @@ def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
         seed=settings.seed,
         seed_per_session=settings.seed_per == "session",
         step_cache=step_cache,
+        batch_branches=settings.guidance != "separate",
+        vae_channels_last=settings.vae_channels_last,
     )
 
 
@@ -157,9 +216,18 @@ def require_memory(free: int, weights: int, session: int) -> None:
         )
 
 
-def _backend(settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> str:
+def _backend(
+    settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig, recorded: bool
+) -> str:
     try:
-        return choose_backend(device, dtype, config.dit.frame_seqlen, settings.attention_backend)
+        return choose_backend(device, dtype, config.dit.frame_seqlen, settings.attention_backend, device_side=recorded)
+    except ValueError as error:
+        raise _SettingError(str(error)) from error
+
+
+def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    try:
+        require_fp8(device, dtype)
     except ValueError as error:
         raise _SettingError(str(error)) from error
 

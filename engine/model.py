@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from engine.checkpoint.error import CheckpointError
-from engine.checkpoint_names import Entry, dit_entries, image_entries, text_entries, vae_entries
+from engine.checkpoint.names import CheckpointEntry, dit_entries, image_entries, text_entries, vae_entries
 from engine.config import ModelConfig
 from engine.dit import DiT
+from engine.fp8 import FP8, Fp8Linear, use_fp8
 from engine.text import build_text_encoder
-from engine.vae import build_vae, use_onednn
+from engine.vae import build_vae
 from engine.vision import build_image_encoder
 
 
@@ -36,7 +37,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Model:
-    """The four components on one device, in evaluation mode, without gradients."""
+    """The four components on one device, the text encoder perhaps on the CPU; in evaluation mode, without gradients."""
 
     config: ModelConfig
     dit: DiT
@@ -44,7 +45,7 @@ class Model:
     image_encoder: CLIPVisionModel
     vae: AutoencoderKLWan
 
-    def components(self) -> Iterator[tuple[nn.Module, dict[str, Entry]]]:
+    def components(self) -> Iterator[tuple[nn.Module, dict[str, CheckpointEntry]]]:
         """Each component with its parameters' names and where they stand in a checkpoint."""
         yield self.dit, dit_entries(self.dit)
         yield self.text_encoder, text_entries(self.text_encoder)
@@ -56,43 +57,71 @@ class Model:
         return {entry.name: entry.shape for _, entries in self.components() for entry in entries.values()}
 
 
-def build_model(config: ModelConfig) -> Model:
-    """The model on the `meta` device: shapes without memory."""
+def build_model(config: ModelConfig, fp8: bool = False) -> Model:
+    """The model on the `meta` device: shapes without memory. fp8: for the linear layers of the DiT's blocks."""
     with torch.device("meta"):
+        dit = DiT(config.dit, config.image, config.max_action_dim, config.max_state_dim)
+        if fp8:
+            use_fp8(dit.blocks)
         return Model(
             config=config,
-            dit=DiT(config.dit, config.image, config.max_action_dim, config.max_state_dim).eval(),
+            dit=dit.eval(),
             text_encoder=build_text_encoder(config.text).eval(),
             image_encoder=build_image_encoder(config.image).eval(),
             vae=build_vae(config.vae).eval(),
         )
 
 
-def device_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of weights on the device: all but the text encoder's embedding table, see `load_model`."""
-    model = build_model(config)
-    parameters = sum(p.numel() for module, _ in model.components() for p in module.parameters())
-    return (parameters - model.text_encoder.shared.weight.numel()) * dtype.itemsize
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of weights: on the device, and in the host's memory."""
+
+    device: int
+    host: int
 
 
-def load_model(config: ModelConfig, weights: Weights, device: torch.device, dtype: torch.dtype) -> Model:
+def weight_bytes(
+    config: ModelConfig, dtype: torch.dtype, fp8: bool = False, text_encoder_on_host: bool = False
+) -> WeightBytes:
+    """What `load_model` puts where."""
+    model = build_model(config, fp8)
+    everything = sum(_weight_bytes(module, dtype) for module, _ in model.components())
+    host = _weight_bytes(model.text_encoder if text_encoder_on_host else model.text_encoder.shared, dtype)
+    return WeightBytes(everything - host, host)
+
+
+def _weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    scales = sum(part.scale.nbytes for part in module.modules() if isinstance(part, Fp8Linear))
+    return scales + sum(p.nbytes if p.dtype == FP8 else p.numel() * dtype.itemsize for p in module.parameters())
+
+
+def load_model(
+    config: ModelConfig,
+    weights: Weights,
+    device: torch.device,
+    dtype: torch.dtype,
+    fp8: bool = False,
+    text_encoder_device: torch.device | None = None,
+) -> Model:
     """Build the model and give every parameter its weights, entry by entry, onto `device` in `dtype`.
 
-    The text encoder's embedding table stays on the CPU: of a checkpoint's largest entry a prompt needs a few rows.
+    fp8: hold the weights of the DiT's blocks in float8, each quantised as it comes: never two of them at once are there
+    in another dtype. text_encoder_device: where the text encoder goes instead. Its embedding table stays on the CPU in
+    any case: of a checkpoint's largest entry a prompt needs a few rows.
     Raises CheckpointError; before anything is put on the device where the files' headers tell.
     """
-    model = build_model(config)
+    model = build_model(config, fp8)
     places = defaultdict(list)
     for module, entries in model.components():
         for name, entry in entries.items():
             places[entry.name].append((module, name, entry))
     for entry_name, tensor in weights.read(model.entry_shapes()):
         for module, name, entry in places[entry_name]:
-            on_host = module is model.text_encoder and name == "shared.weight"
-            _set_parameter(module, name, tensor, entry, torch.device("cpu") if on_host else device, dtype)
-            if not is_finite(module.get_parameter(name)):
+            place = device
+            if module is model.text_encoder:
+                place = torch.device("cpu") if name == "shared.weight" else text_encoder_device or device
+            if not _set_parameter(module, name, tensor, entry, place, dtype):
                 raise CheckpointError(f"{weights.where(entry_name)} holds NaN or infinite values")
-    use_onednn(model.vae)
     # What `meta` left without content: a tied parameter and a table of positions.
     model.text_encoder.encoder.embed_tokens = model.text_encoder.shared
     embeddings = model.image_encoder.embeddings
@@ -101,13 +130,22 @@ def load_model(config: ModelConfig, weights: Weights, device: torch.device, dtyp
 
 
 def _set_parameter(
-    module: nn.Module, name: str, weights: Tensor, entry: Entry, device: torch.device, dtype: torch.dtype
-) -> None:
+    module: nn.Module, name: str, weights: Tensor, entry: CheckpointEntry, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether the weights are finite, on `device` in `dtype`; if so, they are the parameter's from now on."""
     owner = module.get_submodule(name.rpartition(".")[0])
     leaf = name.rpartition(".")[2]
     part = weights.chunk(entry.chunks)[entry.chunk].reshape(getattr(owner, leaf).shape)
-    part = part.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-    setattr(owner, leaf, nn.Parameter(part, requires_grad=False))
+    # What becomes float8 is rounded once, from the dtype that it comes in.
+    in_fp8 = owner if isinstance(owner, Fp8Linear) and leaf == "weight" else None
+    part = part.to(device, part.dtype if in_fp8 else dtype, copy=True, memory_format=torch.contiguous_format)
+    if not is_finite(part):
+        return False
+    if in_fp8:
+        in_fp8.set_weight(part)
+    else:
+        setattr(owner, leaf, nn.Parameter(part, requires_grad=False))
+    return True
 
 
 def is_finite(values: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """The policy that robots use: observations of many sessions in, chunks of actions out."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.opening import Checkpoint
-from engine.embodiment import Observation
+from engine.embodiment import Embodiment, Observation
 from engine.rollout import Rollout
 from engine.session import BUFFERED_FRAMES, Session
 from engine.transforms import Transforms
@@ -75,6 +76,25 @@ class Policy:
         """
         return self._rollout.decode(torch.cat(latents, dim=1))
 
+    @property
+    def embodiment(self) -> Embodiment:
+        """The kind of robot that is served."""
+        return self._transforms.embodiment
+
+    @property
+    def calls_per_window(self) -> int:
+        """Calls from one restart of a session's window to the next, where nothing else restarts it."""
+        dit = self._rollout.config.dit
+        return math.ceil((dit.window_frames - 1) / dit.num_frame_per_block)
+
+    def batch_branches(self, batched: bool) -> None:
+        """Whether both guidance branches go through the DiT as one batch, from the next call on."""
+        self._rollout.batch_branches(batched)
+
+    def reset_counters(self) -> None:
+        """Count evictions and attention plans from here on."""
+        self._cache.reset_counters()
+
     def end_session(self, session_id: str) -> None:
         """Forget a session and give back its K/V. An unknown id is fine."""
         self._sessions.pop(session_id, None)
@@ -115,6 +135,8 @@ class Policy:
             "device": str(self._rollout.device),
             "dtype": str(self._rollout.dtype).removeprefix("torch."),
             "attention_backend": self._cache.paged.backend,
+            "execution": self._rollout.execution,
+            "guidance": "batched" if self._rollout.batched else "separate",
             "kv_blocks": self._cache.report().blocks_total,
             "kv_sessions": self._cache.budget.sessions,
         }

@@ -1,9 +1,10 @@
 """One call of the policy (spec section 4): restart or continue the window, prefill, denoise."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -12,14 +13,22 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from engine.config import ModelConfig
-from engine.dit import CrossContext, Register, TimeEmbedding
+from engine.dit import CrossContext, ForwardContext, Register
+from engine.execution import (
+    CudaRecorder,
+    DirectExecution,
+    Execution,
+    RecordedExecution,
+    RecordedFunction,
+    compile_blocks,
+)
 from engine.model import Model
 from engine.rope import Rope, Rotation
 from engine.session import Session
 from engine.solver import FlowSolver, flow_sigmas, flow_timesteps
 from engine.step_cache import StepCacheSettings
 from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, tokenize
-from engine.vae import decode_video, encode_video
+from engine.vae import decode_video, encode_video, normalize_latents, prepare_convolutions
 from engine.vision import encode_image
 from kv_cache.attention import AttentionPlan
 from kv_cache.cache import KVCache
@@ -34,6 +43,8 @@ class RolloutSettings:
 
     seed_per_session: whether each call of each session has noise of its own, which follows from the seed, the
         session's key and the number of its calls; otherwise the noise is the same at every call.
+    execution: one of `engine.execution.EXECUTIONS`. batch_branches: whether both guidance branches go through the DiT
+        as one batch. vae_channels_last: whether the VAE convolves with channels innermost.
     """
 
     steps: int = 16
@@ -42,6 +53,9 @@ class RolloutSettings:
     seed: int = 1140
     seed_per_session: bool = False
     step_cache: StepCacheSettings = field(default_factory=StepCacheSettings)
+    execution: str = "eager"
+    batch_branches: bool = True
+    vae_channels_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,15 +96,24 @@ class Rollout:
             config.dit.num_frame_per_block, config.dit.num_action_per_block, config.dit.num_state_per_block,
         )  # fmt: skip
         final_noise = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
-        self._video_sigmas = flow_sigmas(settings.steps, settings.sigma_shift, final_noise)
-        self._action_sigmas = flow_sigmas(settings.steps, settings.sigma_shift)
+        video_sigmas = flow_sigmas(settings.steps, settings.sigma_shift, final_noise)
+        action_sigmas = flow_sigmas(settings.steps, settings.sigma_shift)
         with torch.inference_mode():
-            # Timesteps are the same at every call, and so is all that depends on them alone.
+            prepare_convolutions(model.vae, settings.vae_channels_last)
+            self._encode: Callable[[Tensor], Tensor] = partial(encode_video, model.vae)
+            if settings.execution == "graph":
+                self._encode = RecordedFunction(self._encode, CudaRecorder(self.device))
+            if settings.execution != "eager":
+                compile_blocks(model.dit)
+            self.batch_branches(settings.batch_branches)
+            # Noise levels are the same at every call, and so is all that depends on them alone.
+            self._video_solver = FlowSolver(video_sigmas, self.device)
+            self._action_solver = FlowSolver(action_sigmas, self.device)
+            timesteps = torch.stack([flow_timesteps(video_sigmas), flow_timesteps(action_sigmas)], dim=1)
+            timesteps = timesteps.to(self.device)
             self._clean_time = model.dit.embed_time(torch.zeros(1, device=self.device))
-            self._timesteps = torch.stack(
-                [flow_timesteps(self._video_sigmas), flow_timesteps(self._action_sigmas)], dim=1
-            ).to(self.device)
-            self._times = [model.dit.embed_time(pair) for pair in self._timesteps]
+            self._times = [model.dit.embed_time(pair) for pair in timesteps]
+            self._action_times = model.dit.embed_action_time(timesteps[:, 1])
             self._negative_tokens, negative_mask = self.tokenize(NEGATIVE_PROMPT)
             cache.keep_text(
                 _prompt_key(self._negative_tokens),
@@ -98,9 +121,26 @@ class Rollout:
             )
 
     @property
+    def execution(self) -> str:
+        """One of `engine.execution.EXECUTIONS`."""
+        return self._settings.execution
+
+    @property
+    def batched(self) -> bool:
+        """Whether both guidance branches go through the DiT as one batch."""
+        return self._batched
+
+    @property
     def config(self) -> ModelConfig:
         """Sizes of the model."""
         return self._model.config
+
+    def batch_branches(self, batched: bool) -> None:
+        """Whether both guidance branches go through the DiT as one batch, from the next call on."""
+        self._batched = batched
+        self._execution: Execution = DirectExecution(self._model.dit, self._cache.paged, batched)
+        if self._settings.execution == "graph":
+            self._execution = RecordedExecution(self._execution, CudaRecorder(self.device))
 
     def tokenize(self, text: str) -> tuple[Tensor, Tensor]:
         """Token ids and mask, each (text_len,) int64."""
@@ -183,7 +223,7 @@ class Rollout:
         features = encode_image(self._model.image_encoder, video[:, :, 0])
         self._cache.publish_image(session.kv, lambda: self._model.dit.image_kv(features.to(self.dtype)))
         grey = video.new_zeros(1, 3, self.config.num_frames - 1, *video.shape[3:])
-        latents = encode_video(self._model.vae, torch.cat([video, grey], dim=2)).float()
+        latents = self._latents(torch.cat([video, grey], dim=2))
         mask = latents.new_zeros(1, 4, *latents.shape[2:])
         mask[:, :, 0] = 1
         session.ys = torch.cat([mask, latents], dim=1).to(self.dtype)
@@ -193,8 +233,11 @@ class Rollout:
         """The observation's latents (1, C, nf, H, W) of four frames."""
         block = self.config.dit.num_frame_per_block
         video = self._to_video(frames).repeat_interleave(block // (len(frames) // 4), dim=2)
-        latents = encode_video(self._model.vae, torch.cat([video[:, :, :1], video], dim=2))
-        return latents[:, :, -block:].float()
+        return self._latents(torch.cat([video[:, :, :1], video], dim=2))[:, :, -block:]
+
+    def _latents(self, video: Tensor) -> Tensor:
+        """Normalised latents (1, z, F, H, W) float32 of video (1, 3, T, h, w)."""
+        return normalize_latents(self._model.vae, self._encode(video.to(self.dtype))).float()
 
     def _to_video(self, frames: list[Tensor]) -> Tensor:
         """Frames (h, w, 3) uint8 to model range, (1, 3, T, video_height, video_width) float32 on the device."""
@@ -210,7 +253,8 @@ class Rollout:
         self._cache.publish_text(session.kv, NEGATIVE, negative, _never_computed)
 
     def _text_kv(self, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        return self._model.dit.text_kv(encode_text(self._model.text_encoder, tokens, mask))
+        encoded = encode_text(self._model.text_encoder, tokens, mask).to(self.device)
+        return self._model.dit.text_kv(encoded)
 
     def _prefill(self, session: Session, latents: Tensor) -> int:
         """Make the K/V of clean latents (1, C, F, H, W) resident in both branches; returns the forwards run."""
@@ -219,8 +263,7 @@ class Rollout:
         tokens = self._model.dit.embed_tokens(latents.to(self.dtype), self._conditioning(session, start, frames))
         rotation = self._rope.rotation(start, frames, False, self.device)
         with self._leases(session, frames, commit=True) as plans:
-            for branch, plan in enumerate(plans):
-                self._forward(session, branch, tokens, self._clean_time, rotation, plan)
+            self._execution.prefill(tokens, self._clean_time, self._context(session, rotation, plans))
         if session.start_frame == 0:
             session.start_frame = frames
         return len(plans)
@@ -232,25 +275,22 @@ class Rollout:
         rotation = self._rope.rotation(session.start_frame, block, True, self.device)
         state = state.to(self.device, self.dtype).view(1, 1, -1)
         video, action = noise.video.to(self.device), noise.action.to(self.device)
-        video_solver, action_solver = FlowSolver(self._video_sigmas), FlowSolver(self._action_sigmas)
+        video_path, action_path = self._video_solver.start(video), self._action_solver.start(action)
         steps = self._settings.step_cache.start()
         steps_run = 0
         with self._leases(session, block, self.config.dit.register_tokens) as plans:
-            for step, time_embedding in enumerate(self._times):
+            forward = self._execution.forward(self._context(session, rotation, plans))
+            for step, (time_embedding, action_time) in enumerate(zip(self._times, self._action_times, strict=True)):
                 if steps.runs(step):
-                    register = Register(action.to(self.dtype), self._timesteps[step, 1:], state)
-                    tokens = dit.embed_tokens(video.to(self.dtype), y, register)
-                    hidden = [
-                        self._forward(session, branch, tokens, time_embedding, rotation, plan)
-                        for branch, plan in enumerate(plans)
-                    ]
-                    positive, negative = (dit.video_velocity(h, time_embedding, video).float() for h in hidden)
+                    register = Register(action.to(self.dtype), action_time, state)
+                    hidden = forward(dit.embed_tokens(video.to(self.dtype), y, register), time_embedding)
+                    positive, negative = dit.video_velocity(hidden, time_embedding, video).float().split(1)
                     velocity = negative + self._settings.guidance_scale * (positive - negative)
-                    action_velocity = dit.action_velocity(hidden[POSITIVE]).float()
+                    action_velocity = dit.action_velocity(hidden[:1]).float()
                     steps.computed(velocity)
                     steps_run += 1
-                video = video_solver.step(velocity, video)
-                action = action_solver.step(action_velocity, action)
+                video = video_path.step(velocity)
+                action = action_path.step(action_velocity)
         return video, action, steps_run
 
     @contextmanager
@@ -264,17 +304,9 @@ class Rollout:
                 for branch in (POSITIVE, NEGATIVE)
             ]
 
-    def _forward(
-        self,
-        session: Session,
-        branch: int,
-        tokens: Tensor,
-        time_embedding: TimeEmbedding,
-        rotation: Rotation,
-        plan: AttentionPlan,
-    ) -> Tensor:
-        cross = CrossContext(session.kv.text(branch), session.kv.image)
-        return self._model.dit(tokens, time_embedding, rotation, cross, self._cache.paged, plan)
+    def _context(self, session: Session, rotation: Rotation, plans: list[AttentionPlan]) -> ForwardContext:
+        texts = tuple(session.kv.text(branch) for branch in (POSITIVE, NEGATIVE))
+        return ForwardContext(rotation, tuple(plans), CrossContext(texts, session.kv.image))
 
     def _conditioning(self, session: Session, start: int, frames: int) -> Tensor:
         """ys at latent frames start ..., its last ones where that runs past the end."""

@@ -34,9 +34,16 @@ class Rope:
         grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         self._space = torch.cat([_angles(axis.flatten(), self._space_width) for axis in grid], dim=1)
         self._block = (block_frames, block_actions, block_states)
+        self._made: dict[tuple[int, int, bool, torch.device], Rotation] = {}  # as many as a window has fills
 
     def rotation(self, start_frame: int, frames: int, register: bool, device: torch.device) -> Rotation:
         """The rotation of `frames` latent frames from position `start_frame` on, and of the action register."""
+        key = (start_frame, frames, register, device)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, start_frame: int, frames: int, register: bool, device: torch.device) -> Rotation:
         time = _angles(torch.arange(start_frame, start_frame + frames), self._head_dim - 2 * self._space_width)
         tokens = self._space.shape[0]
         parts = [torch.cat([time.repeat_interleave(tokens, 0), self._space.repeat(frames, 1)], dim=1)]

@@ -22,7 +22,18 @@ class EngineSettings:
     turns ("velocity"). velocity_thresholds: cosine similarities above which "velocity" skips steps, falling.
     velocity_countdowns: how many steps it skips above each.
     dtype: "float32", "bfloat16", or "auto" for bfloat16 on CUDA and float32 elsewhere.
-    attention_backend: "sdpa", "flash-attn-2", "flash-attn-3", "varlen", or "auto" for the best that can run here.
+    fp8: multiply in 8-bit floating point in the transformer's blocks: half their weights' memory; on CUDA from
+    capability 8.9 (Ada, Hopper) on.
+    text_encoder_device: "auto" for where the rest of the model is, or "cpu" to keep the text encoder off the GPU: 9 GB
+    less there, and a longer wait for each new prompt.
+    execution: how the transformer runs: "eager", "compile" (torch.compile), "graph" (compiled and replayed as CUDA
+    graphs), or "auto" for graph on CUDA and eager elsewhere. guidance: both guidance branches "batched" in one forward,
+    "separate" in two, or "measure" to try both at start-up and keep the faster. vae_channels_last: convolve with
+    channels innermost, which is faster on CPUs and GPUs alike.
+    warm_up: calls made at start-up so that the first robot waits for nothing: "required" where their failure ends the
+    start, "optional" where it is logged, "off" for none.
+    attention_backend: "sdpa", "flash-attn-2", "flash-attn-3", "varlen", "triton", or "auto" for the best that can run
+    here.
     save_video: directory for each finished episode's predicted video and actions.
     kv_fraction: part of the device's free memory, after the weights, that the KV pool takes on CUDA.
     kv_bytes: absolute size of the KV pool in bytes; overrides kv_fraction. On a CPU the default is 512 MiB.
@@ -43,6 +54,12 @@ class EngineSettings:
     velocity_thresholds: str = "0.95,0.93"
     velocity_countdowns: str = "4,2"
     dtype: str = "auto"
+    fp8: bool = False
+    text_encoder_device: str = "auto"
+    execution: str = "auto"
+    guidance: str = "batched"
+    vae_channels_last: bool = True
+    warm_up: str = "required"
     attention_backend: str = "auto"
     save_video: str | None = None
     kv_fraction: float = 0.8

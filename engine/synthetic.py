@@ -28,8 +28,13 @@ def unit_uniform(name: str, count: int) -> np.ndarray:
 
 
 def synthetic_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The float32 tensor of checkpoint entry `name`, scaled as a trained one of that kind would roughly be."""
-    values = torch.from_numpy(unit_uniform(name, math.prod(shape)).reshape(shape))
+    """The float32 tensor of checkpoint entry `name`."""
+    return as_trained(name, torch.from_numpy(unit_uniform(name, math.prod(shape)).reshape(shape)))
+
+
+def as_trained(name: str, values: Tensor) -> Tensor:
+    """Values of mean 0 and variance 1, scaled as the trained ones of checkpoint entry `name` would roughly be."""
+    shape = values.shape
     leaf = name.rpartition(".")[2]
     if "norm_q." in name or "norm_k" in name:  # sharp attention, so that errors in it show
         return 2 * (1 + 0.1 * values)

@@ -58,9 +58,9 @@ def build_text_encoder(config: TextConfig) -> UMT5EncoderModel:
 
 
 def encode_text(encoder: UMT5EncoderModel, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Encode ids (length,) with their mask; returns (1, length, dim), zero past the mask."""
+    """Encode ids (length,) with their mask; returns (1, length, dim) on the encoder's device, zero past the mask."""
     device = encoder.encoder.final_layer_norm.weight.device
-    table = encoder.shared  # on the CPU, wherever the rest of the model is
+    table = encoder.shared  # on the CPU, wherever the rest of the encoder is
     embedded = table(tokens[None].to(table.weight.device)).to(device)
     mask = mask[None].to(device)
     encoded = encoder(inputs_embeds=embedded, attention_mask=mask).last_hidden_state

@@ -45,33 +45,43 @@ def build_vae(config: VaeConfig) -> AutoencoderKLWan:
     )
 
 
-def use_onednn(vae: AutoencoderKLWan) -> None:
-    """On a CPU in float32, compute 3-D convolutions with oneDNN at every size.
+def prepare_convolutions(vae: AutoencoderKLWan, channels_last: bool) -> None:
+    """Have 3-D convolutions computed fast: on a CPU in float32 with oneDNN, and anywhere with channels innermost.
 
-    For small inputs torch chooses a way of its own, which takes five to eight times as long and, with the large buffers
-    it makes anew each time, lets the process's memory grow.
+    For small inputs torch chooses a way of its own on a CPU, which takes five to eight times as long and, with large
+    buffers made anew each time, lets the process's memory grow. channels_last: the layout that convolutions work in on
+    a CPU and on a GPU alike; without it they reorder what they get, and their result again.
     """
-    if not torch.backends.mkldnn.is_available():
-        return
+    layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     for module in vae.modules():
-        if isinstance(module, nn.Conv3d) and _is_float32_on_cpu(module.weight):
-            module._conv_forward = partial(_onednn_convolution, module)  # type: ignore[method-assign]
+        if isinstance(module, nn.Conv3d):
+            module.weight.data = module.weight.data.contiguous(memory_format=layout)
+            if torch.backends.mkldnn.is_available() and _is_float32_on_cpu(module.weight):
+                convolve = partial(_onednn_convolution, module, layout)
+                module._conv_forward = convolve  # type: ignore[method-assign]
 
 
 def _is_float32_on_cpu(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
-def _onednn_convolution(module: nn.Conv3d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn_convolution(
+    module: nn.Conv3d, layout: torch.memory_format, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     padding = cast(tuple[int, ...], module.padding)
     return torch.mkldnn_convolution(
-        x.contiguous(), weight, bias, padding, module.stride, module.dilation, module.groups
+        x.contiguous(memory_format=layout), weight, bias, padding, module.stride, module.dilation, module.groups
     )
 
 
 def encode_video(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
-    """Normalised latents (1, z, F, H, W), the distribution's mode, of video (1, 3, 1 + 4 (F - 1), h, w) in [-1, 1]."""
-    latents = vae.encode(video.to(vae.dtype)).latent_dist.mode()
+    """Latents (1, z, F, H, W), the distribution's mode, of video (1, 3, 1 + 4 (F - 1), h, w) in [-1, 1]."""
+    latents: Tensor = vae.encode(video).latent_dist.mode()
+    return latents
+
+
+def normalize_latents(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """Latents (1, z, F, H, W) as the transformer has them."""
     mean, std = _statistics(vae, latents)
     return (latents - mean) / std
 

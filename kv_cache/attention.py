@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+DEVICE_SIDE = ("flash-attn-3", "varlen", "triton")
+"""Backends that read lengths and block table on the device: a captured CUDA graph of them serves every window."""
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -36,37 +39,52 @@ class AttentionPlan:
         return int(self.extent[2]) >= 0
 
 
-def available_backends(device: torch.device, dtype: torch.dtype, frame_tokens: int) -> list[str]:
+def available_backends(
+    device: torch.device, dtype: torch.dtype, frame_tokens: int, device_side: bool = False
+) -> list[str]:
     """Backends that can attend over blocks of `frame_tokens` tokens of `dtype` on `device`, the preferred one first.
 
     The flash backends know half precision alone, from compute capability 8.0 on. `varlen` runs the FlashAttention 2
-    that torch carries, whose pages must be a multiple of 256 tokens.
+    that torch carries, whose pages must be a multiple of 256 tokens. `triton`, from 8.0 on too, takes any page.
+    device_side: only those in `DEVICE_SIDE`; there may be none.
     """
     backends = []
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        capability = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if dtype in (torch.bfloat16, torch.float16):
         if capability == (9, 0) and importlib.util.find_spec("flash_attn_interface"):
             backends.append("flash-attn-3")
         if capability >= (8, 0) and importlib.util.find_spec("flash_attn"):
             backends.append("flash-attn-2")
         if capability >= (8, 0) and frame_tokens % 256 == 0 and _varlen_knows_block_tables():
             backends.append("varlen")
-    return [*backends, "sdpa"]
+    backends.append("sdpa")
+    if (
+        capability >= (8, 0)
+        and dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and importlib.util.find_spec("triton")
+    ):
+        backends.append("triton")
+    return [name for name in backends if name in DEVICE_SIDE or not device_side]
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, frame_tokens: int, wanted: str = "auto") -> str:
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, frame_tokens: int, wanted: str = "auto", device_side: bool = False
+) -> str:
     """The backend to use, see `available_backends`: the preferred one, or `wanted` by name.
 
-    Raises ValueError, naming those there are, where `wanted` cannot run.
+    Raises ValueError, naming those there are, where `wanted` cannot run, and where there is none at all.
     """
-    backends = available_backends(device, dtype, frame_tokens)
+    backends = available_backends(device, dtype, frame_tokens, device_side)
+    here = f"{device}, {dtype}, blocks of {frame_tokens} tokens" + (", lengths on the device" if device_side else "")
+    if not backends:
+        raise ValueError(
+            f"no attention backend can run here ({here}): it takes CUDA, compute capability 8.0 or more, and the "
+            "package triton, or in half precision flash_attn_interface (FlashAttention 3, for 9.0 alone)"
+        )
     if wanted == "auto":
         return backends[0]
     if wanted not in backends:
-        raise ValueError(
-            f"attention backend {wanted!r} cannot run here ({device}, {dtype}, blocks of {frame_tokens} tokens); "
-            f"available: {', '.join(backends)}"
-        )
+        raise ValueError(f"attention backend {wanted!r} cannot run here ({here}); available: {', '.join(backends)}")
     return wanted
 
 
@@ -93,6 +111,12 @@ def attend(
     return attention
 
 
+def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store the current K/V, each (1, L, heads, head_dim), in their slots (L,) of one layer's pool."""
+    k_cache.flatten(0, 1).index_copy_(0, slots, k[0])
+    v_cache.flatten(0, 1).index_copy_(0, slots, v[0])
+
+
 def _write_and_attend(
     q: Tensor,
     k: Tensor,
@@ -105,16 +129,16 @@ def _write_and_attend(
     extent: Tensor,
     backend: str,
 ) -> Tensor:
-    k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    k_slots.index_copy_(0, slots, k[0])
-    v_slots.index_copy_(0, slots, v[0])
+    store(k, v, k_cache, v_cache, slots)
     if backend == "flash-attn-3":
         return _flash_attn_3(q, k_cache, v_cache, table, visible)
     if backend == "varlen":
         return _varlen(q, k_cache, v_cache, table, visible)
+    if backend == "triton":
+        return _triton(q, k_cache, v_cache, table, visible)
     tokens, blocks, first = extent.tolist()  # on the CPU: no device synchronisation
     if first >= 0:
-        keys, values = k_slots[first : first + tokens], v_slots[first : first + tokens]
+        keys, values = (cache.flatten(0, 1)[first : first + tokens] for cache in (k_cache, v_cache))
     else:
         chosen = table[:blocks]
         keys, values = (cache[chosen].flatten(0, 1)[:tokens] for cache in (k_cache, v_cache))
@@ -183,3 +207,9 @@ def _varlen(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible:
         block_table=table[None],
     )
     return cast(Tensor, out)[None]
+
+
+def _triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor) -> Tensor:
+    from kv_cache.triton_attention import paged_attention
+
+    return paged_attention(q, k_cache, v_cache, table, visible)

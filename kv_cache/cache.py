@@ -196,6 +196,11 @@ class KVCache:
         """Hold a prompt's text half for good (the negative prompt of every session)."""
         self._text.acquire(prompt, compute)
 
+    def reset_counters(self) -> None:
+        """Count evictions and plans from here on."""
+        self._evictions = 0
+        self._plans = {True: 0, False: 0}
+
     def report(self) -> KVReport:
         """A reading of the instrument. Safe to call from another thread: it only reads."""
         sessions = list(self._sessions.items())

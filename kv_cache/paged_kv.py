@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kv_cache.attention import AttentionPlan, attend
+from kv_cache.attention import AttentionPlan, attend, store
 from kv_cache.block_pool import NULL_BLOCK
 from kv_cache.window import WindowPolicy
 
@@ -76,6 +76,10 @@ class PagedLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         """Store the current K/V and attend; q, k, v and the result are (1, L, heads, head_dim)."""
         return attend(q, k, v, self.k, self.v, plan, self.backend)
+
+    def store(self, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
+        """Store the current K/V alone, each (1, L, heads, head_dim)."""
+        store(k, v, self.k, self.v, plan.slots)
 
 
 class PagedKV:

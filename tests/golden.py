@@ -1,12 +1,16 @@
 """Compare the engine with golden files: what the public release computed, at small size.
 
     python -m tests.golden FILE...              prints the largest error of each output, exits 1 beyond tolerance
+    python -m tests.golden --dtype bfloat16     prints how far rollouts in another arithmetic (or --fp8) are from it
+
+--device, --execution and --separate choose the way that forwards are run, which must not change a number.
 
 A file is complete: sizes, inputs and outputs are inside, and the weights follow from the names.
 """
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +23,9 @@ from torch import Tensor
 
 from engine.builtin import BUILTIN_STATISTICS
 from engine.checkpoint.opening import Checkpoint, synthetic_checkpoint
-from engine.dit import CrossContext, Register
+from engine.dit import CrossContext, ForwardContext, Register
 from engine.embodiment_file import read_embodiment
+from engine.execution import EXECUTIONS
 from engine.loading import build_cache
 from engine.model import Model, load_model
 from engine.rollout import Noise, Prediction, Rollout, RolloutSettings
@@ -28,6 +33,7 @@ from engine.rope import Rope
 from engine.session import Session
 from engine.step_cache import StepCacheSettings
 from engine.transforms import Transforms
+from kv_cache.attention import choose_backend
 from kv_cache.cache import KVCache
 from kv_cache.sizing import CPU_DEFAULT_BYTES
 
@@ -38,22 +44,52 @@ CAMERAS = ("exterior_left", "exterior_right", "wrist")
 
 @dataclass
 class Report:
-    """Largest absolute error by output, DiT forwards counted and expected, of one file."""
+    """Largest absolute error by output, DiT forwards counted and expected, of one file.
+
+    psnr: of the call whose video latents are furthest off, in dB; the peak is the range of the release's.
+    joints, gripper: largest errors of the actions, apart; joints in radians.
+    """
 
     errors: dict[str, float] = field(default_factory=dict)
     forwards: int = 0
     forwards_expected: int = 0
+    psnr: float = math.inf
+    joints: float = 0.0
+    gripper: float = 0.0
 
     def compare(self, name: str, got: Tensor | np.ndarray, expected: Tensor) -> None:
         """Keep the largest error of an output over all calls; another shape counts as infinite."""
-        got = torch.as_tensor(got)
-        same_shape = got.shape == expected.shape
-        error = float((got.double() - expected.double()).abs().max()) if same_shape else float("inf")
-        self.errors[name] = max(self.errors.get(name, 0.0), error if error == error else float("inf"))
+        self.errors[name] = max(self.errors.get(name, 0.0), _largest_error(torch.as_tensor(got).cpu(), expected))
+
+    def measure(self, latents: Tensor, expected_latents: Tensor, action: np.ndarray, expected_action: Tensor) -> None:
+        """Keep the deviation of a call: video latents (C, F, H, W), and actions (24, 8), 7 joints and the gripper."""
+        if latents.shape != expected_latents.shape:
+            self.psnr = -math.inf
+            return
+        noise = float((latents.cpu().double() - expected_latents.double()).square().mean())
+        peak = float(expected_latents.max() - expected_latents.min())
+        psnr = 10 * math.log10(peak**2 / noise) if noise else math.inf
+        self.psnr = min(self.psnr, psnr if psnr == psnr else -math.inf)
+        joints, gripper = torch.as_tensor(action).split([7, 1], dim=-1)
+        self.joints = max(self.joints, _largest_error(joints, expected_action[:, :7]))
+        self.gripper = max(self.gripper, _largest_error(gripper, expected_action[:, 7:]))
 
     def clean(self, tolerance: float) -> bool:
         """Whether every output is within tolerance and the forwards are as many as the release's."""
         return self.forwards == self.forwards_expected and all(e <= tolerance for e in self.errors.values())
+
+    @property
+    def finite(self) -> bool:
+        """Whether the deviation is a number at all."""
+        return all(map(math.isfinite, (self.psnr, self.joints, self.gripper)))
+
+
+def _largest_error(got: Tensor, expected: Tensor) -> float:
+    """Infinite where a value is NaN or the shape is another."""
+    if got.shape != expected.shape:
+        return math.inf
+    error = float((got.double() - expected.double()).abs().max())
+    return error if error == error else math.inf
 
 
 class Golden:
@@ -118,6 +154,22 @@ def scene(camera: int, t: int) -> np.ndarray:
     return np.where(v < 256, v, 510 - v).astype(np.uint8)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How the engine computes. The golden numbers ask for float32; what else there is must not change them."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    fp8: bool = False
+    execution: str = "eager"
+    batch_branches: bool = True
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the golden numbers are to be met, and not only come near to."""
+        return self.dtype == torch.float32 and not self.fp8
+
+
 @dataclass(frozen=True)
 class Engine:
     """A golden file's model and what runs it."""
@@ -131,23 +183,25 @@ class Engine:
 
     def with_cache(self, kv_bytes: int) -> "Engine":
         """The same model over a KV cache of its own."""
-        cache = build_cache(self.checkpoint.config, kv_bytes, torch.device("cpu"), torch.float32)
+        cache = build_cache(self.checkpoint.config, kv_bytes, torch.device("cpu"), self.rollout.dtype)
         return replace(self, cache=cache, rollout=Rollout(self.model, cache, self.checkpoint.tokenizer, self.settings))
 
 
-def build_engine(golden: Golden) -> Engine:
-    """The engine in float32 on the CPU, as the golden numbers ask for."""
-    checkpoint = golden.checkpoint()
-    config, device = checkpoint.config, torch.device("cpu")
-    model = load_model(config, checkpoint.weights, device, torch.float32)
-    cache = build_cache(config, CPU_DEFAULT_BYTES, device, torch.float32)
+def build_engine(golden: Golden, mode: Mode = Mode()) -> Engine:
+    """The engine that a golden file needs, on the CPU in float32 unless `mode` says otherwise."""
+    checkpoint, device = golden.checkpoint(), torch.device(mode.device)
+    config, recorded = checkpoint.config, mode.execution == "graph"
+    model = load_model(config, checkpoint.weights, device, mode.dtype, mode.fp8)
+    backend = choose_backend(device, mode.dtype, config.dit.frame_seqlen, device_side=recorded)
+    cache = build_cache(config, CPU_DEFAULT_BYTES, device, mode.dtype, backend)
+    settings = replace(golden.settings(), execution=mode.execution, batch_branches=mode.batch_branches)
     return Engine(
         checkpoint=checkpoint,
         model=model,
-        settings=golden.settings(),
+        settings=settings,
         transforms=Transforms(read_embodiment("oxe_droid"), config, golden.statistics),
         cache=cache,
-        rollout=Rollout(model, cache, checkpoint.tokenizer, golden.settings()),
+        rollout=Rollout(model, cache, checkpoint.tokenizer, settings),
     )
 
 
@@ -162,19 +216,21 @@ def run_call(engine: Engine, golden: Golden, session: Session, index: int, repor
     prediction = engine.rollout.call(
         session, golden.tensor(prefix + "images"), tokens, mask, golden.tensor(prefix + "state"), golden.noise(index)
     )
-    report.compare("video_latents", prediction.video_latents, golden.tensor(prefix + "video_latents"))
+    video_latents, expected_action = golden.tensor(prefix + "video_latents"), golden.tensor(prefix + "action")
+    report.compare("video_latents", prediction.video_latents, video_latents)
     report.compare("action_latents", prediction.action_latents, golden.tensor(prefix + "action_latents"))
     action = engine.transforms.actions(prediction.action_latents, observed)
-    report.compare("action", action, golden.tensor(prefix + "action"))
+    report.compare("action", action, expected_action)
+    report.measure(prediction.video_latents, video_latents, action, expected_action)
     report.compare("start_frame", torch.tensor(session.start_frame), torch.tensor(call["start_frame_after"]))
     report.forwards += prediction.dit_forwards
     report.forwards_expected += call["dit_forwards"]
     return prediction
 
 
-def check_rollout(golden: Golden) -> Report:
+def check_rollout(golden: Golden, engine: Engine) -> Report:
     """Every call of a `rollout` file."""
-    engine, report = build_engine(golden), Report()
+    report = Report()
     session = raw = Session(engine.cache.session(0))
     for index, call in enumerate(golden.calls):
         if index == 0 or call["new_session"]:
@@ -187,13 +243,13 @@ def check_rollout(golden: Golden) -> Report:
 
 
 @torch.inference_mode()
-def check_dit(golden: Golden) -> Report:
+def check_dit(golden: Golden, engine: Engine) -> Report:
     """Every forward of a `dit` file: the positive branch alone, past the window's end."""
-    engine, report = build_engine(golden), Report()
+    report = Report()
     dit, cache, config = engine.model.dit, engine.cache, engine.checkpoint.config
     kv = cache.session(0)
     context, clip = (golden.tensor(name)[None] for name in ("context", "clip_feature"))
-    cross = CrossContext(dit.text_kv(context), dit.image_kv(clip))
+    cross = CrossContext((dit.text_kv(context),), dit.image_kv(clip))
     rope = Rope(config.dit.head_dim, config.latent_height // 2, config.latent_width // 2, 2, 24, 1)
     for index, call in enumerate(golden.calls):
         prefix = f"{index:02}."
@@ -202,12 +258,13 @@ def check_dit(golden: Golden) -> Report:
         if call["timestep_action"] is not None:
             times = torch.tensor([call["timestep"], call["timestep_action"]])
             action, state = golden.tensor(prefix + "action")[None], golden.tensor(prefix + "state")[None, None]
-            register = Register(action, times[1:], state)
+            register = Register(action, dit.embed_action_time(times[1:])[0], state)
         frames, time = latents.shape[2], dit.embed_time(times)
         rotation = rope.rotation(call["start_frame"], frames, register is not None, latents.device)
         registers = config.dit.register_tokens if register else 0
         with cache.call(kv), cache.lease(kv, 0, frames, registers, commit=call["commit"]) as plan:
-            hidden = dit(dit.embed_tokens(latents, y, register), time, rotation, cross, cache.paged, plan)
+            forward = ForwardContext(rotation, (plan,), cross)
+            hidden = dit(dit.embed_tokens(latents, y, register), time, forward, cache.paged)
         report.compare("video_pred", dit.video_velocity(hidden, time, latents)[0], golden.tensor(prefix + "video_pred"))
         if register:
             report.compare("action_pred", dit.action_velocity(hidden)[0], golden.tensor(prefix + "action_pred"))
@@ -217,10 +274,27 @@ def check_dit(golden: Golden) -> Report:
     return report
 
 
-def check(path: Path) -> Report:
+def check(path: Path, mode: Mode = Mode()) -> Report:
     """The report of one golden file of either kind."""
     golden = Golden(path)
-    return check_dit(golden) if golden.kind == "dit" else check_rollout(golden)
+    engine = build_engine(golden, mode)
+    return check_dit(golden, engine) if golden.kind == "dit" else check_rollout(golden, engine)
+
+
+def print_deviations(files: list[Path], mode: Mode) -> int:
+    """Run the rollouts among the files in that arithmetic; returns 0 where all that comes out is finite."""
+    finite = True
+    for golden, name in ((Golden(path), path.stem) for path in files):
+        if golden.kind != "rollout":
+            print(f"{name}: no rollout")
+            continue
+        report = check_rollout(golden, build_engine(golden, mode))
+        finite &= report.finite
+        print(
+            f"{name}: video {report.psnr:.1f} dB, joints {report.joints:.1e} rad, gripper {report.gripper:.1e}",
+            flush=True,
+        )
+    return 0 if finite else 1
 
 
 def main() -> int:
@@ -228,10 +302,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, default=FILES, help="default: all that the project has")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest absolute error (default 1e-4)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="bfloat16: print the deviation of rollouts in this dtype; exits 0 where it is a number",
+    )  # fmt: skip
+    parser.add_argument("--fp8", action="store_true", help="the same with the transformer's blocks in float8")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--execution", choices=EXECUTIONS, default="eager")
+    parser.add_argument("--separate", action="store_true", help="guidance branches one after the other")
     args = parser.parse_args()
+    mode = Mode(
+        device=args.device,
+        dtype=getattr(torch, args.dtype),
+        fp8=args.fp8,
+        execution=args.execution,
+        batch_branches=not args.separate,
+    )
+    if not mode.is_exact:
+        return print_deviations(args.files, mode)
     clean = True
     for path in args.files:
-        report = check(path)
+        report = check(path, mode)
         ok = report.clean(args.tolerance)
         clean &= ok
         print(f"{path.stem}: {'ok' if ok else 'BEYOND TOLERANCE'}")

@@ -1,5 +1,6 @@
 """Attention over the pool: every backend against a float64 reference, and as one node of a compiled graph."""
 
+import importlib.util
 import random
 from collections.abc import Iterator
 
@@ -8,15 +9,16 @@ import torch
 from torch import Tensor
 
 from engine.config import DitConfig
-from engine.dit import Block
+from engine.dit import Block, LayerContext
 from engine.rope import Rope
-from kv_cache.attention import AttentionPlan, attend, available_backends, choose_backend
+from kv_cache.attention import DEVICE_SIDE, AttentionPlan, attend, available_backends, choose_backend
 from kv_cache.cache import KVCache, SessionKV
-from kv_cache.paged_kv import KVGeometry, PagedLayer
+from kv_cache.paged_kv import KVGeometry, PagedKV, PagedLayer
 from kv_cache.sizing import plan_budget
 from tests.kv import CPU, GEOMETRY, POLICY, make_cache
 
-CUDA_BACKENDS = ("flash-attn-2", "flash-attn-3", "varlen", "sdpa")
+CUDA_BACKENDS = ("flash-attn-2", "flash-attn-3", "varlen", "sdpa", "triton")
+PACKAGES = {"flash_attn", "flash_attn_interface", "triton"}
 
 
 def leases(cache: KVCache, sessions: list[SessionKV], rng: random.Random) -> Iterator[tuple[AttentionPlan, bool, int]]:
@@ -93,6 +95,37 @@ def test_cuda_backends_agree_with_float64(backend: str, sessions: int, frame_tok
     check_against_float64(cache, sessions, device, torch.bfloat16, 2e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", DEVICE_SIDE)
+def test_a_captured_graph_follows_slots_table_and_length(backend: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda")
+    if backend not in available_backends(device, torch.bfloat16, 256):
+        pytest.skip(f"{backend} is not installed")
+    geometry = KVGeometry(
+        layers=1, heads=4, head_dim=128, frame_tokens=256, frames_per_forward=2, register_tokens=25,
+        text_tokens=8, image_tokens=8, dtype=torch.bfloat16,
+    )  # fmt: skip
+    pool = PagedKV(geometry, 12, device, backend)
+    layer = pool.layers[0]
+    q, k, v = torch.randn(3, 1, 2 * 256 + 25, 4, 128, dtype=torch.bfloat16, device=device)
+    plans = [pool.plan([3], [1, 2], [4], 25, 12), pool.plan([7, 5, 6, 11], [2, 9], [1], 25, 12)]
+    captured = pool.plan([], [1, 2], [3], 25, 12)
+    layer.attend(q, k, v, captured)  # tile sizes are tried and libraries loaded before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.attend(q, k, v, captured)
+    for plan in (*plans, *plans):
+        layer.k.normal_()
+        layer.v.normal_()
+        for name in ("slots", "table", "visible"):
+            getattr(captured, name).copy_(getattr(plan, name))
+        graph.replay()
+        expected = attend(q, k, v, layer.k.clone(), layer.v.clone(), plan, "sdpa")
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_the_backend_is_chosen_once_and_by_name() -> None:
     assert choose_backend(CPU, torch.float32, 880) == "sdpa"
     assert choose_backend(CPU, torch.float32, 880, "sdpa") == "sdpa"
@@ -103,20 +136,36 @@ def test_the_backend_is_chosen_once_and_by_name() -> None:
 @pytest.mark.parametrize(
     ("dtype", "frame_tokens", "capability", "expected"),
     [
-        (torch.bfloat16, 880, (9, 0), ["flash-attn-3", "flash-attn-2", "sdpa"]),
-        (torch.bfloat16, 880, (8, 0), ["flash-attn-2", "sdpa"]),
-        (torch.bfloat16, 512, (8, 0), ["flash-attn-2", "varlen", "sdpa"]),
+        (torch.bfloat16, 880, (9, 0), ["flash-attn-3", "flash-attn-2", "sdpa", "triton"]),
+        (torch.bfloat16, 880, (8, 0), ["flash-attn-2", "sdpa", "triton"]),
+        (torch.bfloat16, 512, (8, 0), ["flash-attn-2", "varlen", "sdpa", "triton"]),
         (torch.bfloat16, 880, (7, 5), ["sdpa"]),
-        (torch.float32, 512, (9, 0), ["sdpa"]),
+        (torch.float32, 512, (9, 0), ["sdpa", "triton"]),
+        (torch.float64, 512, (9, 0), ["sdpa"]),
     ],
 )
 def test_backends_are_offered_where_they_can_run(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, frame_tokens: int, capability: tuple[int, int], expected
 ) -> None:
     """With every package installed; what the device can do is put in its place here."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert available_backends(torch.device("cuda"), dtype, frame_tokens) == expected
+    the_machine_has(monkeypatch, capability, PACKAGES)
+    device = torch.device("cuda")
+    assert available_backends(device, dtype, frame_tokens) == expected
+    on_device = [name for name in expected if name in ("flash-attn-3", "varlen", "triton")]
+    assert available_backends(device, dtype, frame_tokens, device_side=True) == on_device
+
+
+def test_a_backend_whose_lengths_are_on_the_device_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"no attention backend .*\(cpu, .* lengths on the device\): .* package triton"
+    ):
+        choose_backend(CPU, torch.float32, 880, device_side=True)
+    the_machine_has(monkeypatch, (9, 0), {"triton"})
+    device = torch.device("cuda")
+    assert choose_backend(device, torch.bfloat16, 880) == "sdpa"
+    assert choose_backend(device, torch.bfloat16, 880, device_side=True) == "triton"
+    with pytest.raises(ValueError, match=r"'sdpa' cannot run here .* lengths on the device\); available: triton$"):
+        choose_backend(device, torch.bfloat16, 880, "sdpa", device_side=True)
 
 
 def test_compiled_attention_is_one_graph_for_every_fill_and_block() -> None:
@@ -156,7 +205,7 @@ def test_a_compiled_block_is_one_graph_for_every_layer_and_fill() -> None:
     def run(block: Block, x: Tensor, e0: Tensor, start: int, layer: PagedLayer, plan: AttentionPlan, step) -> Tensor:
         rotation = Rope(12, 2, 3, 2, 24, 1).rotation(start, 2, True, CPU)
         text, image = ((torch.ones(1, n, 2, 12), torch.ones(1, n, 2, 12)) for n in (5, 4))
-        return step(block, x, e0, rotation, text, image, layer, plan, 12)
+        return step(block, x, e0, LayerContext(rotation, (plan,), layer, (text,), image), 12)
 
     def eager(block: Block, *args: object) -> Tensor:
         return block(*args)
@@ -175,6 +224,17 @@ def test_a_compiled_block_is_one_graph_for_every_layer_and_fill() -> None:
                 with cache.lease(session, 0, 2, commit=True):
                     pass
     assert compiled_graphs() == 1
+
+
+def the_machine_has(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], packages: set[str]) -> None:
+    """A CUDA device of this capability, and these of `PACKAGES`; whatever else torch looks for is found as ever."""
+    find_spec = importlib.util.find_spec
+
+    def found(name: str, *parent: str) -> object:
+        return (name in packages or None) if name in PACKAGES else find_spec(name, *parent)
+
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("importlib.util.find_spec", found)
 
 
 def compiles_so_far_are_forgotten() -> None:

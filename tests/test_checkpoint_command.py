@@ -75,6 +75,21 @@ def test_inspect_of_the_14b_layout_reads_headers_alone(tmp_path: Path, capsys: p
         assert line in printed
 
 
+def test_inspect_says_what_smaller_weights_on_the_gpu_make_room_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = headers_alone(tmp_path / "droid", {"action_head_cfg": {"config": {}}}, droid_shapes(), files=10)
+    _, printed = run("inspect", directory, capsys=capsys)
+    plain, small = printed.split("GPU memory of serving in bfloat16\n")[1].split(
+        "with --fp8 --text-encoder-device cpu\n"
+    )
+    assert "card of 48 GiB    too small: needs 65.46 GiB" in plain
+    assert "weights            17.09 GiB   (and 10.58 GiB in the host's memory)" in small
+    assert "card of 48 GiB    fits, 1 session at once" in small
+    assert "card of 24 GiB    too small: needs 41.81 GiB" in small
+    assert "card of 80 GiB    fits, 2 sessions at once" in small
+
+
 def test_inspect_says_that_the_small_backbone_fits_24_gib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_config(SMALL_BACKBONE)
     directory = headers_alone(tmp_path / "small", SMALL_BACKBONE, release_shapes(config), files=6)
@@ -111,6 +126,11 @@ def test_a_footprint_counts_what_serving_will_hold() -> None:
     assert budget.sessions == 1
     assert need.sessions(need.needed + 1) == 1
     assert need.sessions(need.needed - 2**20) == 0
+    text = sum(np.prod(shape) for name, shape in shapes.items() if ".text_encoder." in name)
+    smaller = footprint(config, text_encoder_on_host=True)
+    assert smaller.host_weights == 2 * text
+    assert smaller.weights + smaller.host_weights == 2 * used
+    assert need.needed - smaller.needed == need.weights - smaller.weights == 2 * text - need.host_weights
     share = EngineSettings().kv_fraction
     for card in (2 * GIB, 4 * GIB):
         free = share * (card - (need.needed - need.session / share))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 from transformers import ByT5Tokenizer
 
 from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
@@ -117,10 +118,35 @@ def test_the_solver_follows_a_constant_velocity_exactly() -> None:
     """Flow matching: x_sigma = data + sigma * (noise - data), so velocity is noise - data."""
     data, noise = torch.randn(2, 3), torch.randn(2, 3)
     sigmas = flow_sigmas(16, 5.0)
-    solver, x = FlowSolver(sigmas), data + sigmas[0] * (noise - data)
+    start = (data + sigmas[0] * (noise - data)).float()
+    path = FlowSolver(sigmas, torch.device("cpu")).start(start)
     for _ in range(16):
-        x = solver.step(noise - data, x)
-    torch.testing.assert_close(x, data.to(x.dtype), atol=1e-4, rtol=0)
+        x = path.step(noise - data)
+    torch.testing.assert_close(x, data, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("steps", "final_noise"), [(1, 0.0), (2, 0.0), (16, 0.0), (16, 0.8), (50, 0.0)])
+def test_the_solver_is_the_library_s_own(steps: int, final_noise: float) -> None:
+    """Step by step, in float64, with velocities that have nothing to do with each other."""
+    sigmas = flow_sigmas(steps, 5.0, final_noise)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000
+    )
+    scheduler.set_timesteps(steps)
+    scheduler.sigmas = torch.tensor(sigmas, dtype=torch.float32)
+    scheduler.timesteps = flow_timesteps(sigmas)
+    scheduler.set_begin_index(0)
+    expected = torch.randn(1, 3, 2, 4, 5, dtype=torch.float64)
+    path = FlowSolver(sigmas, torch.device("cpu")).start(expected.float())
+    for timestep in scheduler.timesteps:
+        velocity = torch.randn(expected.shape, dtype=torch.float64)
+        expected = scheduler.step(velocity, timestep, expected, return_dict=False)[0]
+        torch.testing.assert_close(path.step(velocity.float()), expected.float(), atol=1e-5, rtol=0)
+
+
+def test_rotations_are_made_once() -> None:
+    rope = Rope(12, 2, 3, 2, 24, 1)
+    assert rope.rotation(3, 2, True, torch.device("cpu")) is rope.rotation(3, 2, True, torch.device("cpu"))
 
 
 def test_the_session_keeps_the_last_four_frames() -> None:

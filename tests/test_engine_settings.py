@@ -137,6 +137,7 @@ def test_dtype(plain: np.ndarray) -> None:
         (("--seed", "-1"), "seed: expected 0 to 2"),
         (("--seed-per", "robot"), "seed-per: expected call or session, found 'robot'"),
         (("--dtype", "float16"), "dtype: expected auto, float32 or bfloat16, found 'float16'"),
+        (("--text-encoder-device", "cuda"), "text-encoder-device: expected auto or cpu, found 'cuda'"),
         (("--step-cache", "mask-4"), "step cache must be one of none, velocity, mask-5, mask-6, mask-7, mask-8"),
         (("--step-cache", "mask-8", "--steps", "4"), "made for 16 steps, not for 4"),
         (("--step-cache", "velocity", "--velocity-thresholds", "0.93,0.95"), "falling numbers"),

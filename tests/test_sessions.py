@@ -130,11 +130,11 @@ class Injected(Exception):
 
 
 class FailAt:
-    """Raises at the n-th forward of one layer's feed-forward, after its K/V have been written."""
+    """Raises at the n-th forward of one layer, when the K/V of the layers before it have been written."""
 
     def __init__(self, engine: Engine, layer: int, forward: int) -> None:
         self._left = forward
-        self._handle = engine.model.dit.blocks[layer].ffn.register_forward_pre_hook(self._hook)
+        self._handle = engine.model.dit.blocks[layer].self_attn.v.register_forward_hook(self._hook)
 
     def _hook(self, *_: object) -> None:
         self._left -= 1
@@ -149,7 +149,9 @@ def quick() -> Engine:
     golden = Golden(FILES / "session.safetensors")
     golden.config["action_head_cfg"]["config"]["num_frames"] = 9
     golden.runtime["num_inference_steps"] = 2
-    return build_engine(golden)
+    engine = build_engine(golden)
+    engine.rollout.batch_branches(False)  # so that a failure can be put into either
+    return engine
 
 
 @pytest.mark.parametrize("layer", range(3))

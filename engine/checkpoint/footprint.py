@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.config import ModelConfig
 from engine.loading import kv_geometry
-from engine.model import Model, build_model, device_weight_bytes
+from engine.model import Model, build_model, weight_bytes
 from engine.settings import EngineSettings
 from engine.vae import encode_video
 from kv_cache.paged_kv import KVGeometry
@@ -30,8 +30,9 @@ _DTYPE = torch.bfloat16
 class Footprint:
     """Bytes of serving in bfloat16.
 
-    weights: on the GPU. host_weights: the text encoder's embedding table, in the host's memory. activations: the most
-    that a call takes for a while (the video encoder's). session: K/V of one robot's full window, with what all share.
+    weights: on the GPU. host_weights: in the host's memory, the text encoder or its embedding table. activations: the
+    most that a call takes for a while (the video encoder's). session: K/V of one robot's full window, with what all
+    share.
     """
 
     weights: int
@@ -59,14 +60,14 @@ class Footprint:
         return self.weights + self.activations + CUDA_BYTES
 
 
-def footprint(config: ModelConfig) -> Footprint:
+def footprint(config: ModelConfig, fp8: bool = False, text_encoder_on_host: bool = False) -> Footprint:
     """The footprint of a checkpoint of these sizes. Takes a second or two, and no memory to speak of."""
     model = build_model(config)
-    table = model.text_encoder.shared.weight.numel()
+    weights = weight_bytes(config, _DTYPE, fp8, text_encoder_on_host)
     geometry, window = kv_geometry(config, _DTYPE), WindowPolicy(config.dit.window_frames)
     return Footprint(
-        weights=device_weight_bytes(config, _DTYPE),
-        host_weights=table * _DTYPE.itemsize,
+        weights=weights.device,
+        host_weights=weights.host,
         activations=_encoding_bytes(model),
         session=one_session_bytes(geometry, window),
         geometry=geometry,
@@ -77,9 +78,9 @@ def footprint(config: ModelConfig) -> Footprint:
 def _encoding_bytes(model: Model) -> int:
     """Most bytes alive at once while a restart's video is encoded: the real operations, on shapes alone."""
     config = model.config
-    video = torch.empty(1, 3, config.num_frames, config.video_height, config.video_width, device="meta", dtype=_DTYPE)
+    shape = (1, 3, config.num_frames, config.video_height, config.video_width)
     with torch.inference_mode(), _LiveBytes() as live:
-        encode_video(model.vae, video)
+        encode_video(model.vae, torch.empty(shape, device="meta"))
     return live.peak
 
 

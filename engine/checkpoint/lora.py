@@ -13,8 +13,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from engine.checkpoint.error import CheckpointError
+from engine.checkpoint.names import DIT
 from engine.checkpoint.safetensors_file import StoredTensor
-from engine.checkpoint_names import DIT
 
 Key = TypeVar("Key")
 

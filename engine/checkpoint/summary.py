@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from engine.checkpoint.footprint import CUDA_BYTES, GIB, Footprint, footprint
+from engine.checkpoint.names import DIT, TEXT, UNUSED
 from engine.checkpoint.opening import CheckpointFiles
 from engine.checkpoint.safetensors_file import StoredTensor
-from engine.checkpoint_names import DIT, TEXT, UNUSED
 from engine.model import build_model
 
 CARDS_GIB = (24, 48, 80, 141)
@@ -46,7 +46,10 @@ def summarize(name: str, files: CheckpointFiles, cards_gib: Sequence[float]) -> 
     yield f"unknown        {_listed(unknown)}"
     yield f"problems       {_listed(problems, '; ')}"
     yield ""
+    yield "GPU memory of serving in bfloat16"
     yield from _memory(footprint(files.config), cards_gib)
+    yield "with --fp8 --text-encoder-device cpu"
+    yield from _memory(footprint(files.config, fp8=True, text_encoder_on_host=True), cards_gib)
 
 
 def _lora(files: CheckpointFiles) -> str:
@@ -64,7 +67,6 @@ def _component(name: str, entries: list[StoredTensor]) -> str:
 
 
 def _memory(need: Footprint, cards_gib: Sequence[float]) -> Iterator[str]:
-    yield "GPU memory of serving in bfloat16"
     yield f"  weights          {_gib(need.weights):>11}   (and {_gib(need.host_weights)} in the host's memory)"
     yield f"  while encoding   {_gib(need.activations):>11}"
     yield f"  CUDA             {_gib(CUDA_BYTES):>11}   (allowance)"

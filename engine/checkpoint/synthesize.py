@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.error import CheckpointError
+from engine.checkpoint.names import IMAGE, UNUSED
 from engine.checkpoint.opening import CONFIG_FILE, STATISTICS_FILE
 from engine.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from engine.checkpoint.training import CONF_FILE
-from engine.checkpoint_names import IMAGE, UNUSED
 from engine.config import ModelConfig, parse_config
 from engine.model import build_model
 from engine.synthetic import synthetic_tensor

@@ -22,7 +22,7 @@ UNUSED = frozenset(
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint entry and the part of it that a parameter takes.
 
     shape: of the whole entry. chunk: which of `chunks` equal parts along dimension 0 the parameter is.
@@ -94,35 +94,38 @@ _VAE48_LEVELS: Rules = [
 ]
 
 
-def dit_entries(dit: nn.Module) -> dict[str, Entry]:
+def dit_entries(dit: nn.Module) -> dict[str, CheckpointEntry]:
     """The DiT's parameters are named as in the checkpoint."""
-    return {name: Entry(DIT + name, tuple(p.shape)) for name, p in dit.named_parameters()}
+    return {name: CheckpointEntry(DIT + name, tuple(p.shape)) for name, p in dit.named_parameters()}
 
 
-def text_entries(encoder: nn.Module) -> dict[str, Entry]:
+def text_entries(encoder: nn.Module) -> dict[str, CheckpointEntry]:
     """Parameters of `transformers.UMT5EncoderModel`; its tied input embedding appears once."""
-    return {name: Entry(TEXT + _rename(name, _TEXT_RULES), tuple(p.shape)) for name, p in encoder.named_parameters()}
+    return {
+        name: CheckpointEntry(TEXT + _rename(name, _TEXT_RULES), tuple(p.shape))
+        for name, p in encoder.named_parameters()
+    }
 
 
-def image_entries(encoder: nn.Module) -> dict[str, Entry]:
+def image_entries(encoder: nn.Module) -> dict[str, CheckpointEntry]:
     """Parameters of `transformers.CLIPVisionModel`; q, k and v stand in one entry."""
     entries = {}
     for name, p in encoder.named_parameters():
         shape = tuple(p.shape)
         source = IMAGE + _rename(name, _IMAGE_RULES)
         if part := re.search(r"self_attn\.([qkv])_proj\.", name):
-            entries[name] = Entry(source, (3 * shape[0], *shape[1:]), "qkv".index(part[1]), 3)
+            entries[name] = CheckpointEntry(source, (3 * shape[0], *shape[1:]), "qkv".index(part[1]), 3)
         elif "class_embedding" in name or "position_embedding" in name:
-            entries[name] = Entry(source, (1, p.numel() // shape[-1], shape[-1]))
+            entries[name] = CheckpointEntry(source, (1, p.numel() // shape[-1], shape[-1]))
         else:
-            entries[name] = Entry(source, shape)
+            entries[name] = CheckpointEntry(source, shape)
     return entries
 
 
-def vae_entries(vae: nn.Module, wan22: bool) -> dict[str, Entry]:
+def vae_entries(vae: nn.Module, wan22: bool) -> dict[str, CheckpointEntry]:
     """Parameters of `diffusers.AutoencoderKLWan`, of either size."""
     rules = _VAE_RULES + (_VAE48_LEVELS if wan22 else _VAE16_LEVELS)
-    return {name: Entry(VAE + _rename(name, rules), tuple(p.shape)) for name, p in vae.named_parameters()}
+    return {name: CheckpointEntry(VAE + _rename(name, rules), tuple(p.shape)) for name, p in vae.named_parameters()}
 
 
 def _rename(name: str, rules: Rules) -> str:

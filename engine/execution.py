@@ -1,0 +1,214 @@
+"""How the DiT's forwards are run: as they stand, compiled, or recorded as CUDA graphs.
+
+Every way takes the same inputs and gives the same numbers; what differs is who launches the kernels, and when.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from engine.dit import CrossContext, DiT, ForwardContext, TimeEmbedding
+from kv_cache.paged_kv import PagedKV
+
+T = TypeVar("T")
+
+EXECUTIONS = ("eager", "compile", "graph")
+
+
+class Execution(Protocol):
+    """Runs forwards of one model over one pool."""
+
+    def prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> None:
+        """Write the K/V of video tokens (1, L, D) of every branch."""
+        ...
+
+    def forward(self, context: ForwardContext) -> Callable[[Tensor, TimeEmbedding], Tensor]:
+        """The forward of a phase: tokens (1, L, D) and their time to the last hidden state (B, L, D).
+
+        The next run may overwrite what the last one returned. The phase lasts until another one is asked for.
+        """
+        ...
+
+
+class DirectExecution:
+    """Forwards launched kernel by kernel, the guidance branches as one batch or one after the other."""
+
+    def __init__(self, dit: DiT, kv: PagedKV, batch_branches: bool) -> None:
+        self.dit = dit
+        self.kv = kv
+        self._batch_branches = batch_branches
+
+    def prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> None:
+        """As Execution."""
+        for part in self._parts(context):
+            self.dit.prefill(tokens, time, part, self.kv)
+
+    def forward(self, context: ForwardContext) -> Callable[[Tensor, TimeEmbedding], Tensor]:
+        """As Execution."""
+        parts = self._parts(context)
+        return lambda tokens, time: torch.cat([self.dit(tokens, time, part, self.kv) for part in parts])
+
+    def _parts(self, context: ForwardContext) -> tuple[ForwardContext, ...]:
+        return (context,) if self._batch_branches else context.split()
+
+
+def compile_blocks(dit: DiT) -> None:
+    """Have the blocks compiled at their first run: once for each number of tokens, for all blocks together."""
+    for block in dit.blocks:
+        block.compile(fullgraph=True, dynamic=False)
+
+
+class Recorder(Protocol):
+    """Turns work on tensors that stay where they are into what does it again, on what they hold by then."""
+
+    def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """A repetition of `work`, which gives its result in the same tensor every time."""
+        ...
+
+
+class CudaRecorder:
+    """Records work as CUDA graphs, which share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """As Recorder. Raises RuntimeError where the work waits for the device, which a graph cannot."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            work()  # compiles, tunes, and makes what libraries keep for themselves
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            result = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class RecordedExecution:
+    """Forwards recorded once for each number of tokens and replayed from then on.
+
+    The recorded work reads tensors that stay, into which each run copies its inputs. Rotation, slots, block table and
+    lengths are such inputs too, so one recording serves every fill of the window and every session. All recordings
+    read the same copies of the cross-attention K/V, which a phase fills at its start.
+    """
+
+    def __init__(self, direct: DirectExecution, recorder: Recorder) -> None:
+        self._direct = direct
+        self._recorder = recorder
+        self._cross: CrossContext | None = None
+        self._recordings: dict[tuple[int, bool], _Recording] = {}
+
+    def prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> None:
+        """As Execution."""
+        self._recording(context, self._prefill, time_rows=1).run(tokens, time)
+
+    def forward(self, context: ForwardContext) -> Callable[[Tensor, TimeEmbedding], Tensor]:
+        """As Execution."""
+        return self._recording(context, self._forward, time_rows=2).run
+
+    def _prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> Tensor:
+        """Prefill; returns K of the last layer, on which all its work shows."""
+        self._direct.prefill(tokens, time, context)
+        slots = torch.cat([plan.slots for plan in context.plans])
+        return self._direct.kv.layers[-1].k.flatten(0, 1)[slots]
+
+    def _forward(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> Tensor:
+        return self._direct.forward(context)(tokens, time)
+
+    def _recording(self, context: ForwardContext, work: "_Work", time_rows: int) -> "_Recording":
+        if self._cross is None:
+            self._cross = _copy(context.cross)
+        _copy_into(self._cross, context.cross)
+        length = context.rotation.cos.shape[0]
+        key = (length, time_rows == 1)
+        if key not in self._recordings:
+            staying = ForwardContext(_copy(context.rotation), _copy(context.plans), self._cross)
+            dim, like = self._direct.dit.config.dim, self._direct.dit.patch_embedding.weight
+            tokens = torch.randn(1, length, dim, device=like.device, dtype=like.dtype)
+            time = TimeEmbedding(*(tokens.new_zeros(time_rows, *shape) for shape in ((dim,), (6, dim))))
+            self._recordings[key] = _Recording(work, tokens, time, staying, self._recorder)
+        self._recordings[key].take(context)
+        return self._recordings[key]
+
+
+_Work = Callable[[Tensor, TimeEmbedding, ForwardContext], Tensor]
+
+
+class _Recording:
+    """One forward, recorded on tensors that stay. Raises AssertionError where a replay gives another result."""
+
+    def __init__(
+        self, work: _Work, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, recorder: Recorder
+    ) -> None:
+        self._tokens = tokens
+        self._time = time
+        self._context = context
+        self._replay = recorder(lambda: work(tokens, time, context))
+        expected = work(tokens, time, context).clone()
+        assert_close(self._replay(), expected)
+
+    def take(self, context: ForwardContext) -> None:
+        """Copy rotation and plans of a phase in."""
+        _copy_into(self._context.rotation, context.rotation)
+        _copy_into(self._context.plans, context.plans)
+
+    def run(self, tokens: Tensor, time: TimeEmbedding) -> Tensor:
+        """The result, which the next run overwrites."""
+        _copy_into(self._tokens, tokens)
+        _copy_into(self._time, time)
+        return self._replay()
+
+
+class RecordedFunction:
+    """A function of one tensor that is recorded once for each shape it meets."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], recorder: Recorder) -> None:
+        self._function = function
+        self._recorder = recorder
+        self._recordings: dict[torch.Size, tuple[Tensor, Callable[[], Tensor]]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The function's result, as a tensor of its own."""
+        if x.shape not in self._recordings:
+            staying = x.clone()
+            self._recordings[x.shape] = (staying, self._recorder(lambda: self._function(staying)))
+        staying, replay = self._recordings[x.shape]
+        staying.copy_(x)
+        return replay().clone()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a tensor, a tuple or a dataclass, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        parts = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else value
+        for part in parts:
+            yield from _tensors(part)
+
+
+def _copy(value: T) -> T:
+    """The same structure with tensors of its own."""
+    if isinstance(value, Tensor):
+        return cast(T, value.clone())
+    if isinstance(value, tuple):
+        return cast(T, tuple(map(_copy, value)))
+    return cast(
+        T, replace(cast(Any, value), **{f.name: _copy(getattr(value, f.name)) for f in fields(cast(Any, value))})
+    )
+
+
+def _copy_into(target: T, source: T) -> None:
+    for staying, given in zip(_tensors(target), _tensors(source), strict=True):
+        staying.copy_(given)

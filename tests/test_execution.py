@@ -1,0 +1,139 @@
+"""Every way to run the forwards gives the release's numbers: one batch or two forwards, compiled, recorded."""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.dit import TimeEmbedding
+from engine.execution import CudaRecorder, DirectExecution, RecordedExecution, RecordedFunction
+from engine.session import Session
+from engine.vae import encode_video
+from tests.golden import FILES, TOLERANCE, Engine, Golden, Mode, Report, build_engine, check, check_rollout, run_call
+
+SESSION = next(path for path in FILES if path.stem == "session")
+MASKED = next(path for path in FILES if path.stem == "step_mask_8")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+
+
+class Recorder:
+    """In place of CUDA graphs: repeats the very work, on the tensors that it was recorded with. Counts recordings."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.recorded += 1
+        return work
+
+
+def recording(golden: Golden, recorder: Recorder, batched: bool = True) -> Engine:
+    engine = build_engine(golden)
+    direct = DirectExecution(engine.model.dit, engine.cache.paged, batched)
+    engine.rollout._execution = RecordedExecution(direct, recorder)
+    return engine
+
+
+def test_branches_one_after_the_other_give_the_release_s_numbers() -> None:
+    report = check(SESSION, Mode(batch_branches=False))
+    assert report.clean(TOLERANCE), report
+
+
+@needs_compiler
+def test_compiled_blocks_give_the_release_s_numbers() -> None:
+    report = check(MASKED, Mode(execution="compile"))
+    assert report.clean(TOLERANCE), report
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_one_recording_serves_every_fill_and_call(batched: bool) -> None:
+    """A window that grows, restarts, and grows again: prefill of one frame and of two, and denoising."""
+    recorder = Recorder()
+    golden = Golden(SESSION)
+    report = check_rollout(golden, recording(golden, recorder, batched))
+    assert report.clean(TOLERANCE), report
+    assert recorder.recorded == 3
+
+
+def test_recordings_serve_sessions_with_other_prompts_images_and_blocks() -> None:
+    goldens = [Golden(path) for path in FILES if path.stem in ("session", "prompt_change")]
+    recorder = Recorder()
+    engine = recording(goldens[0], recorder)
+    reports = [Report(), Report()]
+    sessions = [Session(engine.cache.session(name)) for name in ("a", "b")]
+    for index in range(3):
+        for golden, session, report in zip(goldens, sessions, reports, strict=True):
+            run_call(engine, golden, session, index, report)
+    assert all(report.clean(TOLERANCE) for report in reports), reports
+    assert recorder.recorded == 3
+
+
+def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
+    golden = Golden(MASKED)
+    engine = build_engine(golden)
+
+    def broken(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: work() + 1
+
+    engine.rollout._execution = RecordedExecution(DirectExecution(engine.model.dit, engine.cache.paged, True), broken)
+    with pytest.raises(AssertionError, match="not close"):
+        check_rollout(golden, engine)
+    assert engine.cache.report().blocks_used == 0
+
+
+def test_the_last_layer_of_a_prefill_computes_keys_and_values_alone() -> None:
+    engine = build_engine(Golden(MASKED))
+    ran: list[str] = []
+    for index, block in enumerate(engine.model.dit.blocks):
+        for name, module in block.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(lambda *_, label=f"{index}.{name}": ran.append(label))
+    prefill = engine.rollout._execution.prefill
+    of_prefill: list[list[str]] = []
+
+    def watched(tokens: Tensor, time: TimeEmbedding, context: object) -> None:
+        ran.clear()
+        prefill(tokens, time, context)  # type: ignore[arg-type]
+        of_prefill.append(list(ran))
+
+    engine.rollout._execution.prefill = watched  # type: ignore[method-assign]
+    check_rollout(Golden(MASKED), engine)
+    layers = range(len(engine.model.dit.blocks))
+    for names in of_prefill:
+        assert [name for name in names if name.startswith(f"{layers[-1]}.")] == ["2.self_attn.k", "2.self_attn.v"]
+        assert all(f"{index}.ffn.2" in names for index in layers[:-1])
+    assert of_prefill
+
+
+def test_a_recorded_function_knows_each_shape_and_gives_results_of_their_own() -> None:
+    engine = build_engine(Golden(MASKED))
+    recorder = Recorder()
+    encode = RecordedFunction(lambda video: encode_video(engine.model.vae, video), recorder)
+    with torch.inference_mode():
+        for frames in (1, 5, 1):
+            videos = torch.rand(2, 1, 3, frames, 64, 128) * 2 - 1
+            got = [encode(video) for video in videos]
+            for video, latents in zip(videos, got, strict=True):
+                assert torch.equal(latents, encode_video(engine.model.vae, video))
+    assert recorder.recorded == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("execution", ["eager", "compile", "graph"])
+@pytest.mark.parametrize("batch_branches", [True, False])
+def test_on_a_gpu_every_execution_gives_the_release_s_numbers(execution: str, batch_branches: bool) -> None:
+    mode = Mode(device="cuda", execution=execution, batch_branches=batch_branches)
+    report = check(SESSION, mode)
+    assert report.clean(TOLERANCE), report
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_recording_reads_what_its_tensors_hold_by_then() -> None:
+    x = torch.ones(4, device="cuda")
+    replay = CudaRecorder(x.device)(lambda: x * 2)
+    x.fill_(3)
+    assert replay().tolist() == [6.0] * 4

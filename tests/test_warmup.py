@@ -1,0 +1,144 @@
+"""Warm-up at start-up: the whole window is walked, nothing is left behind, and what fails is said."""
+
+import shutil
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from engine.loading import PolicyLoadError, load_policy
+from engine.policy import Chunk, Policy
+from engine.settings import EngineSettings
+from engine.warmup import warm_up
+from tests.checkpoints import observation
+
+QUICK = EngineSettings(device="cpu", steps=2)
+FILLS = 4
+
+
+def silent(status: str) -> None:
+    """A progress that nobody looks at."""
+
+
+@pytest.fixture(scope="module")
+def cold() -> Policy:
+    return load_policy(replace(QUICK, warm_up="off"), silent)
+
+
+def trace(policy: Policy) -> tuple[object, ...]:
+    """All that a policy says of itself and its pool, and the blocks that its next sessions would get."""
+    session = policy._cache.session("probe")
+    with policy._cache.call(session), policy._cache.lease(session, 0, 2, 25) as plan:
+        table = plan.table.tolist()
+    policy._cache.forget("probe")
+    return policy.stats(), policy.kv_report(), policy.info(), table
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_warm_up_walks_the_window_and_leaves_no_trace(
+    cold: Policy, monkeypatch: pytest.MonkeyPatch, measure: bool
+) -> None:
+    policy = load_policy(replace(QUICK, warm_up="off"), silent)
+    trace(policy), policy.reset_counters()
+    before = trace(policy)
+    policy.reset_counters()
+    said: list[str] = []
+    restarted: list[bool] = []
+    infer = Policy.infer
+
+    def watched(*args: object) -> Chunk:
+        chunk = infer(*args)
+        restarted.append(chunk.restarted)
+        return chunk
+
+    monkeypatch.setattr(Policy, "infer", watched)
+    warm_up(policy, said.append, decode=False, measure_guidance=measure)
+    monkeypatch.undo()
+    walk = [True, *[False] * (FILLS - 1), True]
+    if measure:
+        assert restarted[: 4 * len(walk)] == 4 * walk
+        policy.batch_branches(True)
+    else:
+        assert restarted == walk
+        assert said == [f"warming up: call {n} of 5" for n in range(1, 6)]
+    assert trace(policy) == before
+    np.testing.assert_array_equal(
+        policy.infer("robot", observation()).actions, cold.infer("robot", observation()).actions
+    )
+    cold.end_session("robot")
+
+
+def test_what_decodes_video_is_warmed_up_where_episodes_are_recorded(cold: Policy) -> None:
+    said: list[str] = []
+    decoded: list[torch.Tensor] = []
+    decode = cold._rollout.decode
+
+    def watched(latents: torch.Tensor):
+        decoded.append(latents)
+        return decode(latents)
+
+    cold._rollout.decode = watched  # type: ignore[method-assign]
+    warm_up(cold, said.append, decode=True, measure_guidance=False)
+    del cold._rollout.decode
+    assert said[-1] == "warming up: decoding video"
+    assert [latents.shape[1] for latents in decoded] == [3]
+    assert cold.stats().sessions == 0
+
+
+def fail(*_: object) -> Chunk:
+    raise RuntimeError("no kernel for this card\nand a long story")
+
+
+def test_a_warm_up_that_fails_ends_the_start_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Policy, "infer", fail)
+    with pytest.raises(PolicyLoadError, match=r"the warm-up failed \(RuntimeError: no kernel for this card\)") as said:
+        load_policy(QUICK, silent)
+    assert "--execution eager" in str(said.value)
+    assert "\n" not in str(said.value)
+
+
+def test_a_warm_up_that_may_fail_is_logged_and_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Policy, "infer", fail)
+    policy = load_policy(replace(QUICK, warm_up="optional"), silent)
+    assert "the warm-up failed (RuntimeError: no kernel for this card)" in caplog.text
+    monkeypatch.undo()
+    assert policy.infer("robot", observation()).actions.shape == (24, 8)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_after_start_up_nothing_compiles_and_first_calls_are_as_fast_as_later_ones() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    policy = load_policy(replace(QUICK, execution="compile", steps=4), silent)
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled == 3, "prefill of one frame and of two, and denoising; for all blocks and fills"
+    seconds: list[list[float]] = [[] for _ in range(FILLS)]
+    seen = replace(observation(), views={name: np.repeat(v, 4, axis=0) for name, v in observation().views.items()})
+    for _ in range(6):
+        for of_fill in seconds:
+            started_at = time.process_time()  # of this process alone: what else the machine does is not counted
+            policy.infer("robot", seen)
+            of_fill.append(time.process_time() - started_at)
+    assert counters["stats"]["unique_graphs"] == compiled
+    for first, *following in seconds:
+        assert first <= 1.3 * statistics.median(following)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"execution": "fast"}, "execution: expected auto, eager, compile, graph, found 'fast'"),
+        ({"execution": "graph"}, "execution graph needs a CUDA device, not cpu; try compile"),
+        ({"guidance": "both"}, "guidance: expected batched, separate or measure, found 'both'"),
+        ({"warm_up": "no"}, "warm-up: expected required, optional or off, found 'no'"),
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused_in_a_line(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(PolicyLoadError, match=f"^{message}$"):
+        load_policy(replace(QUICK, **changes), silent)
