@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.dense_kv import DenseKVCache
 from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.opening import synthetic_checkpoint
-from engine.dit import CrossContext
+from engine.dit import CrossContext, ForwardContext
 from engine.loading import build_cache
 from engine.model import Model, load_model
 from engine.rollout import Rollout, RolloutSettings
@@ -81,11 +81,12 @@ def large_allocations(model: Model, robot: Robot) -> int:
     rope = Rope(geometry.head_dim, config.latent_height // 2, config.latent_width // 2, 2, 24, 1)
     rotation = rope.rotation(7, 2, True, CPU)
     tokens = torch.randn(1, 2 * geometry.frame_tokens + geometry.register_tokens, config.dit.dim)
-    cross = CrossContext(kv.text(0), kv.image)
+    cross = CrossContext((kv.text(0),), kv.image)
     with robot.cache.call(kv), robot.cache.lease(kv, 0, 2, geometry.register_tokens) as plan:
-        model.dit(tokens, time, rotation, cross, robot.cache.paged, plan)
+        context = ForwardContext(rotation, (plan,), cross)
+        model.dit(tokens, time, context, robot.cache.paged)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            model.dit(tokens, time, rotation, cross, robot.cache.paged, plan)
+            model.dit(tokens, time, context, robot.cache.paged)
     return sum(event.self_cpu_memory_usage >= window_k for event in prof.events())
 
 

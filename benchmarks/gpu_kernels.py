@@ -1,0 +1,91 @@
+"""What single kernels do at a model's sizes: matrix products, and attention over the pool by each backend."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.fp8 import quantize_rows
+from engine.loading import kv_geometry
+from kv_cache.attention import AttentionPlan, attend, available_backends
+from kv_cache.paged_kv import PagedKV
+from kv_cache.window import WindowPolicy
+
+
+def timed(work: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
+    """Median seconds of `work`, after three runs to warm up."""
+    seconds = []
+    for _ in range(3 + repeats):
+        wait(device)
+        began = time.perf_counter()
+        work()
+        wait(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[3:])
+
+
+def matmul_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """FLOPs a second of the feed-forward's first product, for both branches' tokens, in `dtype` and in float8."""
+    dit = config.dit
+    rows = 2 * (dit.num_frame_per_block * dit.frame_seqlen + dit.register_tokens)
+    a = torch.randn(rows, dit.dim, device=device, dtype=dtype)
+    b = torch.randn(dit.ffn_dim, dit.dim, device=device, dtype=dtype)
+    (a8, a_scale), (b8, b_scale) = quantize_rows(a), quantize_rows(b)
+
+    def product8() -> Tensor:
+        scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None]}
+        return torch._scaled_mm(a8, b8.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    flops = 2 * rows * dit.dim * dit.ffn_dim
+    return {"model": flops / timed(lambda: a @ b.t(), device), "fp8": flops / timed(product8, device)}
+
+
+def attention_table(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Each backend over a full window, in a run of blocks and in pieces: error against float64, and milliseconds."""
+    geometry = kv_geometry(config, dtype)
+    table_size = geometry.window_blocks(WindowPolicy(config.dit.window_frames))
+    resident = config.dit.window_frames - config.dit.num_frame_per_block
+    rows = [
+        "| attention over a full window | largest error, run | in pieces | ms, run | in pieces |",
+        "|---|---|---|---|---|",
+    ]
+    shape = (table_size * 2 + 1, geometry.frame_tokens, geometry.heads, geometry.head_dim)
+    k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    length = geometry.frames_per_forward * geometry.frame_tokens + geometry.register_tokens
+    q, k, v = torch.randn(3, 1, length, geometry.heads, geometry.head_dim, device=device, dtype=dtype)
+    for backend in available_backends(device, dtype, geometry.frame_tokens):
+        errors, millis = [], []
+        for stride in (1, 2):  # neighbours, and every other block
+            blocks = list(range(1, 1 + stride * table_size, stride))
+            now = resident + geometry.frames_per_forward
+            plan = PagedKV(geometry, 1, device, backend).plan(
+                blocks[:resident], blocks[resident:now], blocks[now : now + geometry.scratch_blocks],
+                geometry.register_tokens, table_size,
+            )  # fmt: skip
+            work = partial(attend, q, k, v, k_cache, v_cache, plan, backend)
+            errors.append(float((work()[:, :, :2].double() - _reference(q, k_cache, v_cache, plan)).abs().max()))
+            millis.append(1e3 * timed(work, device))
+        rows.append(f"| {backend} | {errors[0]:.1e} | {errors[1]:.1e} | {millis[0]:.2f} | {millis[1]:.2f} |")
+    return rows
+
+
+def _reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
+    """In float64, of the first two heads: (1, L, 2, head_dim)."""
+    seen = int(plan.visible)
+    q64 = q[0, :, :2].double().transpose(0, 1)
+    k64, v64 = (
+        cache[plan.table.long()].flatten(0, 1)[:seen, :2].double().transpose(0, 1) for cache in (k_cache, v_cache)
+    )
+    scores = q64 @ k64.transpose(1, 2) / q.shape[-1] ** 0.5
+    return (scores.softmax(-1) @ v64).transpose(0, 1)[None]
+
+
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was told; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
