@@ -8,16 +8,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-import numpy as np
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
+from diffusers import AutoencoderKLWan
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from benchmarks.plain_dit import PlainDiT, Register
 from engine.model import Model
 from engine.rollout import Noise, RolloutSettings
-from engine.solver import flow_sigmas, flow_timesteps
+from engine.solver import flow_sigmas, unipc
 from engine.step_cache import StepCacheSettings
 from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, tokenize
 from engine.vae import build_vae
@@ -117,7 +116,7 @@ class PlainRollout:
     def _denoise(self, state: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
         video, action = noise.video.to(self.device), noise.action.to(self.device)
         state = state.to(self.device, self.dtype).view(1, 1, -1)
-        video_solver, action_solver = _solver(self.video_sigmas), _solver(self.action_sigmas)
+        video_solver, action_solver = unipc(self.video_sigmas), unipc(self.action_sigmas)
         for t, t_action in zip(video_solver.timesteps, action_solver.timesteps, strict=True):
             register = Register(action.to(self.dtype), state, t_action.to(self.device))
             positive, negative = self._forward(video, t.to(self.device), self.start_frame, register)
@@ -146,12 +145,3 @@ def _plain_vae(model: Model) -> AutoencoderKLWan:
         vae = build_vae(model.config.vae)
     vae.load_state_dict({name: each.contiguous() for name, each in model.vae.state_dict().items()}, assign=True)
     return vae.eval()
-
-
-def _solver(sigmas: np.ndarray) -> UniPCMultistepScheduler:
-    solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000)
-    solver.set_timesteps(len(sigmas) - 1)
-    solver.sigmas = torch.tensor(sigmas, dtype=torch.float32)
-    solver.timesteps = flow_timesteps(sigmas)
-    solver.set_begin_index(0)
-    return solver

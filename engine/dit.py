@@ -5,7 +5,7 @@ embed the time, run the blocks, read video and action off the last hidden state.
 branches: they share tokens, time, rotation and image, and go through the linear layers as one batch (B below).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -150,7 +150,7 @@ class SelfAttention(nn.Module):
         q = rotate(self._heads(self.norm_q(self.q(x))), layer.rotation)
         k, v = self._keys_values(x, layer.rotation)
         branches = zip(q.split(1), k.split(1), v.split(1), layer.plans, strict=True)
-        return self.o(torch.cat([layer.kv.attend(*branch) for branch in branches]).flatten(-2))
+        return self.o(_as_batch([layer.kv.attend(*branch) for branch in branches]).flatten(-2))
 
     def store(self, x: Tensor, layer: LayerContext) -> None:
         """Write the K/V of x (B, L, D) into the plans' slots, and no more."""
@@ -186,7 +186,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, layer: LayerContext) -> Tensor:
         """x (B, L, D) to (B, L, D)."""
         branches = zip(self._heads(self.norm_q(self.q(x))).split(1), layer.texts, strict=True)
-        return self.o(torch.cat([_attend(q, *text) + _attend(q, *layer.image) for q, text in branches]))
+        return self.o(_as_batch([_attend(q, *text) + _attend(q, *layer.image) for q, text in branches]))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1))
@@ -219,6 +219,15 @@ class Block(nn.Module):
         """Write the self-attention K/V of x (B, L, D), video tokens alone, into the plans' slots, and no more."""
         shift, scale = (self.modulation + e0)[:, :2].unbind(1)
         self.self_attn.store(_shift_scale(_norm(x, self.eps), shift, scale, x.shape[1]), layer)
+
+
+def run_block(block: Block, x: Tensor, e0: Tensor, layer: LayerContext, video_tokens: int) -> Tensor:
+    """The block's forward, as a function of the block: compiled, it is so for all blocks at once."""
+    hidden: Tensor = block(x, e0, layer, video_tokens)
+    return hidden
+
+
+RunBlock = Callable[[Block, Tensor, Tensor, LayerContext, int], Tensor]
 
 
 class Head(nn.Module):
@@ -305,21 +314,25 @@ class DiT(nn.Module):
         action = self.action_encoder(register.action, register.time)
         return torch.cat([video, action, self.state_encoder(register.state)], dim=1)
 
-    def forward(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, kv: PagedKV) -> Tensor:
-        """The last hidden state (B, L, D) of tokens (1, L, D) in the context's B branches."""
+    def forward(
+        self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, kv: PagedKV, run: RunBlock = run_block
+    ) -> Tensor:
+        """The last hidden state (B, L, D) of tokens (1, L, D) in the context's B branches; `run` runs each block."""
         has_register = time.e.shape[0] == 2
         video_tokens = tokens.shape[1] - (self.config.register_tokens if has_register else 0)
         x = tokens.repeat(len(context.plans), 1, 1)
         for index, block in enumerate(self.blocks):
-            x = block(x, time.e0, context.layer(index, kv), video_tokens)
+            x = run(cast(Block, block), x, time.e0, context.layer(index, kv), video_tokens)
         return x
 
-    def prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, kv: PagedKV) -> None:
+    def prefill(
+        self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, kv: PagedKV, run: RunBlock = run_block
+    ) -> None:
         """Write the K/V of video tokens (1, L, D) of every layer; the last layer computes nothing else."""
         x = tokens.repeat(len(context.plans), 1, 1)
         *blocks, last = self.blocks
         for index, block in enumerate(blocks):
-            x = block(x, time.e0, context.layer(index, kv), tokens.shape[1])
+            x = run(cast(Block, block), x, time.e0, context.layer(index, kv), tokens.shape[1])
         cast(Block, last).store(x, time.e0, context.layer(len(blocks), kv))
 
     def video_velocity(self, hidden: Tensor, time: TimeEmbedding, latents: Tensor) -> Tensor:
@@ -349,6 +362,11 @@ def _norm(x: Tensor, eps: float) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return out.transpose(1, 2).flatten(-2)
+
+
+def _as_batch(branches: list[Tensor]) -> Tensor:
+    """One batch (B, ...) of each branch's (1, ...)."""
+    return branches[0] if len(branches) == 1 else torch.cat(branches)
 
 
 def _shift_scale(x: Tensor, shift: Tensor, scale: Tensor, video_tokens: int) -> Tensor:

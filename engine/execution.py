@@ -3,20 +3,25 @@
 Every way takes the same inputs and gives the same numbers; what differs is who launches the kernels, and when.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
-from engine.dit import CrossContext, DiT, ForwardContext, TimeEmbedding
-from kv_cache.paged_kv import PagedKV
+from engine.dit import CrossContext, DiT, ForwardContext, TimeEmbedding, run_block
+from kv_cache.paged_kv import KVGeometry, PagedKV
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 EXECUTIONS = ("eager", "compile", "graph")
+
+_MOST_VARIANTS = 64
+_ROUNDING = 1e-2
 
 
 class Execution(Protocol):
@@ -35,31 +40,39 @@ class Execution(Protocol):
 
 
 class DirectExecution:
-    """Forwards launched kernel by kernel, the guidance branches as one batch or one after the other."""
+    """Forwards launched kernel by kernel.
 
-    def __init__(self, dit: DiT, kv: PagedKV, batch_branches: bool) -> None:
+    batched: whether the guidance branches go through the DiT as one batch, or one after the other. compiled: whether
+    blocks are compiled at their first run, once for each number of tokens, for all blocks together.
+    """
+
+    def __init__(self, dit: DiT, kv: PagedKV, batched: bool, compiled: bool) -> None:
         self.dit = dit
         self.kv = kv
-        self._batch_branches = batch_branches
+        self._batched = batched
+        self._run = run_block
+        if compiled:
+            # Each number of tokens, of branches, of pool blocks is a variant; the default of 8 is for mistakes.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+            self._run = torch.compile(run_block, fullgraph=True, dynamic=False)
 
     def prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> None:
         """As Execution."""
         for part in self._parts(context):
-            self.dit.prefill(tokens, time, part, self.kv)
+            self.dit.prefill(tokens, time, part, self.kv, self._run)
 
     def forward(self, context: ForwardContext) -> Callable[[Tensor, TimeEmbedding], Tensor]:
         """As Execution."""
         parts = self._parts(context)
-        return lambda tokens, time: torch.cat([self.dit(tokens, time, part, self.kv) for part in parts])
+
+        def run(tokens: Tensor, time: TimeEmbedding) -> Tensor:
+            hidden = [self.dit(tokens, time, part, self.kv, self._run) for part in parts]
+            return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+
+        return run
 
     def _parts(self, context: ForwardContext) -> tuple[ForwardContext, ...]:
-        return (context,) if self._batch_branches else context.split()
-
-
-def compile_blocks(dit: DiT) -> None:
-    """Have the blocks compiled at their first run: once for each number of tokens, for all blocks together."""
-    for block in dit.blocks:
-        block.compile(fullgraph=True, dynamic=False)
+        return (context,) if self._batched else context.split()
 
 
 class Recorder(Protocol):
@@ -68,6 +81,10 @@ class Recorder(Protocol):
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """A repetition of `work`, which gives its result in the same tensor every time."""
         ...
+
+
+class RecordingError(RuntimeError):
+    """What was recorded does not compute what it was recorded from."""
 
 
 class CudaRecorder:
@@ -85,7 +102,7 @@ class CudaRecorder:
             work()  # compiles, tunes, and makes what libraries keep for themselves
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream):
             result = work()
 
         def replay() -> Tensor:
@@ -145,8 +162,13 @@ class RecordedExecution:
 _Work = Callable[[Tensor, TimeEmbedding, ForwardContext], Tensor]
 
 
+def graph_copies_bytes(geometry: KVGeometry) -> int:
+    """Of the cross-attention K/V that recordings keep copies of: each branch's text and the image."""
+    return geometry.branches * geometry.text_bytes + geometry.image_bytes
+
+
 class _Recording:
-    """One forward, recorded on tensors that stay. Raises AssertionError where a replay gives another result."""
+    """One forward, recorded on tensors that stay. Raises RecordingError where a replay gives another result."""
 
     def __init__(
         self, work: _Work, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, recorder: Recorder
@@ -155,8 +177,10 @@ class _Recording:
         self._time = time
         self._context = context
         self._replay = recorder(lambda: work(tokens, time, context))
-        expected = work(tokens, time, context).clone()
-        assert_close(self._replay(), expected)
+        tokens.normal_()  # not what it was recorded with
+        time.e0.normal_()
+        _require_equal(self._replay, lambda: work(tokens, time, context))
+        logger.info("recorded a forward of %d tokens", tokens.shape[1])
 
     def take(self, context: ForwardContext) -> None:
         """Copy rotation and plans of a phase in."""
@@ -171,7 +195,7 @@ class _Recording:
 
 
 class RecordedFunction:
-    """A function of one tensor that is recorded once for each shape it meets."""
+    """A function of one tensor, recorded once for each shape that it meets. Raises RecordingError as recordings do."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], recorder: Recorder) -> None:
         self._function = function
@@ -182,10 +206,21 @@ class RecordedFunction:
         """The function's result, as a tensor of its own."""
         if x.shape not in self._recordings:
             staying = x.clone()
-            self._recordings[x.shape] = (staying, self._recorder(lambda: self._function(staying)))
+            replay = self._recorder(lambda: self._function(staying))
+            staying.uniform_(-1, 1)  # not what it was recorded with
+            _require_equal(replay, lambda: self._function(staying))
+            self._recordings[x.shape] = (staying, replay)
         staying, replay = self._recordings[x.shape]
         staying.copy_(x)
         return replay().clone()
+
+
+def _require_equal(replay: Callable[[], Tensor], work: Callable[[], Tensor]) -> None:
+    """Raises RecordingError where a replay's result is not the work's, but for how sums round in half precision."""
+    replayed, expected = replay().float().clone(), work().float()
+    error = float(torch.linalg.vector_norm(replayed - expected) / torch.linalg.vector_norm(expected))
+    if not error <= _ROUNDING:
+        raise RecordingError(f"a recorded run differs from the one it records by {error:.1e} of its size")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,9 +1,9 @@
 """From settings to a policy that is ready to serve: checkpoint, weights, KV cache."""
 
+import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from engine.checkpoint.opening import open_checkpoint
 from engine.config import ModelConfig
 from engine.embodiment import EmbodimentError
 from engine.embodiment_file import read_embodiment
-from engine.execution import EXECUTIONS
+from engine.execution import EXECUTIONS, graph_copies_bytes
 from engine.fp8 import require_fp8
 from engine.model import load_model, weight_bytes
 from engine.policy import Policy
@@ -27,6 +27,7 @@ from engine.warmup import warm_up
 from kv_cache.attention import available_backends, choose_backend
 from kv_cache.cache import KVCache
 from kv_cache.paged_kv import KVGeometry
+from kv_cache.self_check import BackendError, check_backend
 from kv_cache.sizing import NotEnoughMemory, kv_bytes_available, one_session_bytes, plan_budget
 from kv_cache.window import WindowPolicy
 
@@ -45,14 +46,33 @@ class _SettingError(ValueError):
     """A setting that is out of range or cannot be met on this machine."""
 
 
+_EXPECTED = (
+    _SettingError,
+    _WarmUpError,
+    BackendError,
+    CheckpointError,
+    EmbodimentError,
+    StatisticsError,
+    NotEnoughMemory,
+)
+
+
 def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
-    """Load the checkpoint and size the KV cache; `report` is told what is being done.
+    """Load the checkpoint, size the KV cache, warm up; `report` is told what is being done.
 
     Raises PolicyLoadError where a setting, the checkpoint or the device's memory does not allow it.
     """
     try:
         return _load_policy(settings, report)
-    except (_SettingError, _WarmUpError, CheckpointError, EmbodimentError, StatisticsError, NotEnoughMemory) as error:
+    except (
+        _SettingError,
+        _WarmUpError,
+        BackendError,
+        CheckpointError,
+        EmbodimentError,
+        StatisticsError,
+        NotEnoughMemory,
+    ) as error:
         raise PolicyLoadError(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise PolicyLoadError(f"the device has too little memory: {str(error).splitlines()[0]}") from error
@@ -61,6 +81,8 @@ def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Poli
 def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
     rollout_settings = _rollout_settings(settings)
     device = _device(settings.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # libraries and graphs work on the thread's current one
     dtype = _dtype(settings.dtype, device)
     text_encoder_device = device if settings.text_encoder_device == "auto" else torch.device("cpu")
     if settings.fp8:
@@ -74,53 +96,55 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     execution = _execution(settings, device, dtype, checkpoint.config)
     rollout_settings = replace(rollout_settings, execution=execution)
     backend = _backend(settings, device, dtype, checkpoint.config, recorded=execution == "graph")
-    least = one_session_bytes(kv_geometry(checkpoint.config, dtype), _window(checkpoint.config))
+    geometry = kv_geometry(checkpoint.config, dtype)
+    least = one_session_bytes(geometry, _window(checkpoint.config))
     if device.type == "cuda":
         sizes = weight_bytes(checkpoint.config, dtype, settings.fp8, text_encoder_device != device)
         require_memory(torch.cuda.mem_get_info(device)[0], sizes.device, least)
     report("loading weights")
-    model = load_model(checkpoint.config, checkpoint.weights, device, dtype, settings.fp8, text_encoder_device)
+    model = load_model(
+        checkpoint.config, checkpoint.weights, device, dtype, settings.fp8, text_encoder_device,
+        settings.vae_channels_last,
+    )  # fmt: skip
     if unused := checkpoint.entries - model.entry_shapes().keys():
         logger.info("%d of %d checkpoint entries are not used", len(unused), len(checkpoint.entries))
 
-    def serve_from(kv_bytes: int) -> tuple[Rollout, KVCache]:
+    if backend != "sdpa":
+        report(f"checking attention by {backend}")
+        check_backend(geometry, _window(checkpoint.config), device, backend)
+
+    def serve_from(kv_bytes: int, rollout_settings: RolloutSettings) -> tuple[Rollout, KVCache]:
         cache = build_cache(checkpoint.config, kv_bytes, device, dtype, backend)
         return Rollout(model, cache, checkpoint.tokenizer, rollout_settings), cache
 
     report("sizing the KV cache")
-    activations = 0
+    reserved = 0
     if device.type == "cuda" and settings.kv_bytes is None:
-        rollout, cache = serve_from(least)
-        with _first_calls():
-            activations = activation_bytes(rollout, cache.session("trial"), settings.save_video is not None)
+        rollout, cache = serve_from(least, replace(rollout_settings, execution="eager"))
+        reserved = activation_bytes(rollout, cache.session("trial"), settings.save_video is not None)
         del rollout, cache
         torch.cuda.empty_cache()  # what the trial held counts as used until then
-    available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved=activations)
-    policy = Policy(checkpoint, *serve_from(available), transforms)
+        if execution == "graph":
+            reserved += reserved + graph_copies_bytes(geometry)  # graphs keep what their work needs for themselves
+    available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved)
+    policy = Policy(checkpoint, *serve_from(available, rollout_settings), transforms)
     if settings.warm_up != "off":
-        try:
-            with _first_calls():
-                warm_up(policy, report, settings.save_video is not None, settings.guidance == "measure")
-        except _WarmUpError as error:
-            if settings.warm_up == "required":
-                raise
-            logger.warning("%s", error, exc_info=error.__cause__)
+        _warm_up(policy, settings, report)
     return policy
 
 
-@contextmanager
-def _first_calls() -> Iterator[None]:
-    """Raises _WarmUpError, which has the reason in a line, where a call in the body fails for other than memory."""
+def _warm_up(policy: Policy, settings: EngineSettings, report: Callable[[str], None]) -> None:
+    """Raises _WarmUpError, which has the reason in a line, where a call fails and none may."""
     try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
+        warm_up(policy, report, settings.save_video is not None, settings.guidance == "measure")
     except Exception as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise _WarmUpError(
-            f"the warm-up failed ({type(error).__name__}: {reason}); --execution eager runs without compilation and "
-            "recording, --warm-up optional starts all the same"
-        ) from error
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+        if settings.warm_up == "required":
+            raise _WarmUpError(
+                f"the warm-up failed ({reason}); --execution eager runs without compilation and recording, "
+                "--warm-up optional starts all the same"
+            ) from error
+        logger.warning("the warm-up failed (%s), so first calls may be slow or fail", reason, exc_info=error)
 
 
 def _execution(settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> str:
@@ -133,8 +157,12 @@ def _execution(settings: EngineSettings, device: torch.device, dtype: torch.dtyp
         return name
     if device.type != "cuda":
         return "eager"
+    if importlib.util.find_spec("triton") is None:
+        return "eager"  # what compiles for CUDA needs it
     recordable = available_backends(device, dtype, config.dit.frame_seqlen, device_side=True)
-    return "graph" if recordable and settings.attention_backend in ("auto", *recordable) else "compile"
+    # In float32 those that there are, are much slower than what reads lengths on the host.
+    is_recordable = dtype != torch.float32 and settings.attention_backend in ("auto", *recordable)
+    return "graph" if recordable and is_recordable else "compile"
 
 
 def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
@@ -148,6 +176,7 @@ def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
         ("kv-fraction", 0 < settings.kv_fraction <= 1, "more than 0, at most 1"),
         ("guidance", settings.guidance in ("batched", "separate", "measure"), "batched, separate or measure"),
         ("warm-up", settings.warm_up in ("required", "optional", "off"), "required, optional or off"),
+        ("warm-up", (settings.guidance, settings.warm_up) != ("measure", "off"), "no off where guidance is measured"),
         ("text-encoder-device", settings.text_encoder_device in ("auto", "cpu"), "auto or cpu"),
     ):
         if not valid:
@@ -166,7 +195,6 @@ def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
         seed_per_session=settings.seed_per == "session",
         step_cache=step_cache,
         batch_branches=settings.guidance != "separate",
-        vae_channels_last=settings.vae_channels_last,
     )
 
 

@@ -16,7 +16,7 @@ from engine.config import ModelConfig
 from engine.dit import DiT
 from engine.fp8 import FP8, Fp8Linear, use_fp8
 from engine.text import build_text_encoder
-from engine.vae import build_vae
+from engine.vae import build_vae, prepare_convolutions
 from engine.vision import build_image_encoder
 
 
@@ -24,7 +24,7 @@ class Weights(Protocol):
     """A source of weights: a checkpoint on disk, or synthetic ones."""
 
     def read(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint entries of these names and shapes, each once, in any order, on the CPU, in any floating dtype.
+        """Checkpoint entries of these names and shapes, each once, in any order, anywhere, in any floating dtype.
 
         Each may be overwritten once the next is asked for. Raises CheckpointError.
         """
@@ -102,12 +102,13 @@ def load_model(
     dtype: torch.dtype,
     fp8: bool = False,
     text_encoder_device: torch.device | None = None,
+    vae_channels_last: bool = True,
 ) -> Model:
     """Build the model and give every parameter its weights, entry by entry, onto `device` in `dtype`.
 
     fp8: hold the weights of the DiT's blocks in float8, each quantised as it comes: never two of them at once are there
     in another dtype. text_encoder_device: where the text encoder goes instead. Its embedding table stays on the CPU in
-    any case: of a checkpoint's largest entry a prompt needs a few rows.
+    any case: of a checkpoint's largest entry a prompt needs a few rows. vae_channels_last: see `prepare_convolutions`.
     Raises CheckpointError; before anything is put on the device where the files' headers tell.
     """
     model = build_model(config, fp8)
@@ -122,6 +123,9 @@ def load_model(
                 place = torch.device("cpu") if name == "shared.weight" else text_encoder_device or device
             if not _set_parameter(module, name, tensor, entry, place, dtype):
                 raise CheckpointError(f"{weights.where(entry_name)} holds NaN or infinite values")
+    prepare_convolutions(model.vae, vae_channels_last)
+    if device.type == "cuda" and dtype == torch.float32:
+        torch.backends.cudnn.allow_tf32 = False  # its default for convolutions is a tenth of float32's digits
     # What `meta` left without content: a tied parameter and a table of positions.
     model.text_encoder.encoder.embed_tokens = model.text_encoder.shared
     embeddings = model.image_encoder.embeddings

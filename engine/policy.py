@@ -87,9 +87,9 @@ class Policy:
         dit = self._rollout.config.dit
         return math.ceil((dit.window_frames - 1) / dit.num_frame_per_block)
 
-    def batch_branches(self, batched: bool) -> None:
-        """Whether both guidance branches go through the DiT as one batch, from the next call on."""
-        self._rollout.batch_branches(batched)
+    def set_batched(self, batched: bool) -> None:
+        """Have both guidance branches go through the DiT as one batch, or one by one, from the next call on."""
+        self._rollout.set_batched(batched)
 
     def reset_counters(self) -> None:
         """Count evictions and attention plans from here on."""

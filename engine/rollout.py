@@ -1,35 +1,26 @@
 """One call of the policy (spec section 4): restart or continue the window, prefill, denoise."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from engine.config import ModelConfig
 from engine.dit import CrossContext, ForwardContext, Register
-from engine.execution import (
-    CudaRecorder,
-    DirectExecution,
-    Execution,
-    RecordedExecution,
-    RecordedFunction,
-    compile_blocks,
-)
+from engine.execution import CudaRecorder, DirectExecution, Execution, RecordedExecution
+from engine.frames import FrameEncoder
 from engine.model import Model
 from engine.rope import Rope, Rotation
 from engine.session import Session
 from engine.solver import FlowSolver, flow_sigmas, flow_timesteps
 from engine.step_cache import StepCacheSettings
 from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, tokenize
-from engine.vae import decode_video, encode_video, normalize_latents, prepare_convolutions
-from engine.vision import encode_image
+from engine.vae import decode_video
 from kv_cache.attention import AttentionPlan
 from kv_cache.cache import KVCache
 
@@ -44,7 +35,7 @@ class RolloutSettings:
     seed_per_session: whether each call of each session has noise of its own, which follows from the seed, the
         session's key and the number of its calls; otherwise the noise is the same at every call.
     execution: one of `engine.execution.EXECUTIONS`. batch_branches: whether both guidance branches go through the DiT
-        as one batch. vae_channels_last: whether the VAE convolves with channels innermost.
+        as one batch.
     """
 
     steps: int = 16
@@ -55,7 +46,6 @@ class RolloutSettings:
     step_cache: StepCacheSettings = field(default_factory=StepCacheSettings)
     execution: str = "eager"
     batch_branches: bool = True
-    vae_channels_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,13 +89,9 @@ class Rollout:
         video_sigmas = flow_sigmas(settings.steps, settings.sigma_shift, final_noise)
         action_sigmas = flow_sigmas(settings.steps, settings.sigma_shift)
         with torch.inference_mode():
-            prepare_convolutions(model.vae, settings.vae_channels_last)
-            self._encode: Callable[[Tensor], Tensor] = partial(encode_video, model.vae)
-            if settings.execution == "graph":
-                self._encode = RecordedFunction(self._encode, CudaRecorder(self.device))
-            if settings.execution != "eager":
-                compile_blocks(model.dit)
-            self.batch_branches(settings.batch_branches)
+            self._recorder = CudaRecorder(self.device) if settings.execution == "graph" else None
+            self._frames = FrameEncoder(model, self._recorder)
+            self.set_batched(settings.batch_branches)
             # Noise levels are the same at every call, and so is all that depends on them alone.
             self._video_solver = FlowSolver(video_sigmas, self.device)
             self._action_solver = FlowSolver(action_sigmas, self.device)
@@ -135,12 +121,12 @@ class Rollout:
         """Sizes of the model."""
         return self._model.config
 
-    def batch_branches(self, batched: bool) -> None:
-        """Whether both guidance branches go through the DiT as one batch, from the next call on."""
+    def set_batched(self, batched: bool) -> None:
+        """Have both guidance branches go through the DiT as one batch, or one by one, from the next call on."""
         self._batched = batched
-        self._execution: Execution = DirectExecution(self._model.dit, self._cache.paged, batched)
-        if self._settings.execution == "graph":
-            self._execution = RecordedExecution(self._execution, CudaRecorder(self.device))
+        compiled = self._settings.execution != "eager"
+        direct = DirectExecution(self._model.dit, self._cache.paged, batched, compiled)
+        self._execution: Execution = RecordedExecution(direct, self._recorder) if self._recorder else direct
 
     def tokenize(self, text: str) -> tuple[Tensor, Tensor]:
         """Token ids and mask, each (text_len,) int64."""
@@ -191,7 +177,7 @@ class Rollout:
                         self._cache.restart(session.kv)
                         latents = self._start_window(session, seen[-1])
                     else:
-                        latents = self._encode_observation(seen)
+                        latents = self._frames.observation(seen)
                     self._publish_text(session, tokens, mask)
                 with clock.phase("prefill"):
                     forwards += self._prefill(session, latents)
@@ -219,33 +205,9 @@ class Rollout:
 
     def _start_window(self, session: Session, image: Tensor) -> Tensor:
         """Image conditioning and image K/V of a new window; returns the image latent (1, C, 1, H, W)."""
-        video = self._to_video([image])
-        features = encode_image(self._model.image_encoder, video[:, :, 0])
-        self._cache.publish_image(session.kv, lambda: self._model.dit.image_kv(features.to(self.dtype)))
-        grey = video.new_zeros(1, 3, self.config.num_frames - 1, *video.shape[3:])
-        latents = self._latents(torch.cat([video, grey], dim=2))
-        mask = latents.new_zeros(1, 4, *latents.shape[2:])
-        mask[:, :, 0] = 1
-        session.ys = torch.cat([mask, latents], dim=1).to(self.dtype)
-        return latents[:, :, :1]
-
-    def _encode_observation(self, frames: list[Tensor]) -> Tensor:
-        """The observation's latents (1, C, nf, H, W) of four frames."""
-        block = self.config.dit.num_frame_per_block
-        video = self._to_video(frames).repeat_interleave(block // (len(frames) // 4), dim=2)
-        return self._latents(torch.cat([video[:, :, :1], video], dim=2))[:, :, -block:]
-
-    def _latents(self, video: Tensor) -> Tensor:
-        """Normalised latents (1, z, F, H, W) float32 of video (1, 3, T, h, w)."""
-        return normalize_latents(self._model.vae, self._encode(video.to(self.dtype))).float()
-
-    def _to_video(self, frames: list[Tensor]) -> Tensor:
-        """Frames (h, w, 3) uint8 to model range, (1, 3, T, video_height, video_width) float32 on the device."""
-        video = (torch.stack(frames).to(self.device).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
-        size = (self.config.video_height, self.config.video_width)
-        if video.shape[2:] != size:
-            video = interpolate(video, size, mode="bilinear", align_corners=False)
-        return video.transpose(0, 1)[None]
+        self._cache.publish_image(session.kv, lambda: self._model.dit.image_kv(self._frames.image_features(image)))
+        latents, session.ys = self._frames.window(image)
+        return latents
 
     def _publish_text(self, session: Session, tokens: Tensor, mask: Tensor) -> None:
         self._cache.publish_text(session.kv, POSITIVE, session.prompt, lambda: self._text_kv(tokens, mask))

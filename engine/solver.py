@@ -18,6 +18,18 @@ def flow_timesteps(sigmas: np.ndarray) -> Tensor:
     return torch.from_numpy((1000 * sigmas[:-1]).astype(np.int64))
 
 
+def unipc(sigmas: np.ndarray) -> UniPCMultistepScheduler:
+    """The library's solver over these noise levels, for one tensor's denoising."""
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000
+    )
+    scheduler.set_timesteps(len(sigmas) - 1)
+    scheduler.sigmas = torch.tensor(sigmas, dtype=torch.float32)
+    scheduler.timesteps = flow_timesteps(sigmas)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
 class FlowSolver:
     """UniPC over these noise levels, on `device`; one serves every call.
 
@@ -56,14 +68,7 @@ def _step_weights(sigmas: np.ndarray) -> Tensor:
 
     The library's solver runs once over unit vectors: what it makes of them are the weights.
     """
-    steps = len(sigmas) - 1
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000
-    )
-    scheduler.set_timesteps(steps)
-    scheduler.sigmas = torch.tensor(sigmas, dtype=torch.float32)
-    scheduler.timesteps = flow_timesteps(sigmas)
-    scheduler.set_begin_index(0)
+    steps, scheduler = len(sigmas) - 1, unipc(sigmas)
     noise, *velocities = torch.eye(1 + steps, dtype=torch.float64).split(1)  # the library wants a batch dimension
     weights, sample = [], noise
     for timestep, velocity in zip(scheduler.timesteps, velocities, strict=True):

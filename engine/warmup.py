@@ -51,13 +51,18 @@ def _walk(policy: Policy, report: Callable[[str], None], what: str) -> float:
 
 
 def _choose_guidance(policy: Policy, report: Callable[[str], None]) -> None:
+    """Leaves the policy with the faster way; where one of them fails, with the other, and raises what it raised."""
     seconds = {}
     for batched, name in ((False, "separate"), (True, "batched")):
-        policy.batch_branches(batched)
-        _walk(policy, report, f"warming up guidance branches {name}")
-        seconds[batched] = _walk(policy, report, f"measuring guidance branches {name}")
+        policy.set_batched(batched)
+        try:
+            _walk(policy, report, f"warming up guidance branches {name}")
+            seconds[batched] = _walk(policy, report, f"measuring guidance branches {name}")
+        except BaseException:
+            policy.set_batched(not batched)
+            raise
     if seconds[False] < seconds[True]:
-        policy.batch_branches(False)
+        policy.set_batched(False)
         _walk(policy, report, "warming up guidance branches separate")
     logger.info("guidance branches: %.3f s separate, %.3f s batched", seconds[False], seconds[True])
 

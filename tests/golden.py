@@ -183,7 +183,7 @@ class Engine:
 
     def with_cache(self, kv_bytes: int) -> "Engine":
         """The same model over a KV cache of its own."""
-        cache = build_cache(self.checkpoint.config, kv_bytes, torch.device("cpu"), self.rollout.dtype)
+        cache = build_cache(self.checkpoint.config, kv_bytes, self.rollout.device, self.rollout.dtype)
         return replace(self, cache=cache, rollout=Rollout(self.model, cache, self.checkpoint.tokenizer, self.settings))
 
 
@@ -247,20 +247,24 @@ def check_dit(golden: Golden, engine: Engine) -> Report:
     """Every forward of a `dit` file: the positive branch alone, past the window's end."""
     report = Report()
     dit, cache, config = engine.model.dit, engine.cache, engine.checkpoint.config
-    kv = cache.session(0)
-    context, clip = (golden.tensor(name)[None] for name in ("context", "clip_feature"))
+    kv, device = cache.session(0), engine.rollout.device
+
+    def given(name: str) -> Tensor:
+        return golden.tensor(name)[None].to(device)
+
+    context, clip = given("context"), given("clip_feature")
     cross = CrossContext((dit.text_kv(context),), dit.image_kv(clip))
     rope = Rope(config.dit.head_dim, config.latent_height // 2, config.latent_width // 2, 2, 24, 1)
     for index, call in enumerate(golden.calls):
         prefix = f"{index:02}."
-        latents, y = golden.tensor(prefix + "latents")[None], golden.tensor(prefix + "y")[None]
-        times, register = torch.tensor([call["timestep"]]), None
+        latents, y = given(prefix + "latents"), given(prefix + "y")
+        times, register = torch.tensor([call["timestep"]], device=device), None
         if call["timestep_action"] is not None:
-            times = torch.tensor([call["timestep"], call["timestep_action"]])
-            action, state = golden.tensor(prefix + "action")[None], golden.tensor(prefix + "state")[None, None]
+            times = torch.tensor([call["timestep"], call["timestep_action"]], device=device)
+            action, state = given(prefix + "action"), given(prefix + "state")[None]
             register = Register(action, dit.embed_action_time(times[1:])[0], state)
         frames, time = latents.shape[2], dit.embed_time(times)
-        rotation = rope.rotation(call["start_frame"], frames, register is not None, latents.device)
+        rotation = rope.rotation(call["start_frame"], frames, register is not None, device)
         registers = config.dit.register_tokens if register else 0
         with cache.call(kv), cache.lease(kv, 0, frames, registers, commit=call["commit"]) as plan:
             forward = ForwardContext(rotation, (plan,), cross)

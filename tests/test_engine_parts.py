@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler
 from transformers import ByT5Tokenizer
 
 from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
@@ -11,7 +10,7 @@ from engine.config import parse_config
 from engine.embodiment_file import read_embodiment
 from engine.rope import Rope, rotate
 from engine.session import Session
-from engine.solver import FlowSolver, flow_sigmas, flow_timesteps
+from engine.solver import FlowSolver, flow_sigmas, flow_timesteps, unipc
 from engine.statistics import StatisticsError, read_range
 from engine.text import clean, tokenize
 from engine.transforms import Transforms
@@ -129,13 +128,7 @@ def test_the_solver_follows_a_constant_velocity_exactly() -> None:
 def test_the_solver_is_the_library_s_own(steps: int, final_noise: float) -> None:
     """Step by step, in float64, with velocities that have nothing to do with each other."""
     sigmas = flow_sigmas(steps, 5.0, final_noise)
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000
-    )
-    scheduler.set_timesteps(steps)
-    scheduler.sigmas = torch.tensor(sigmas, dtype=torch.float32)
-    scheduler.timesteps = flow_timesteps(sigmas)
-    scheduler.set_begin_index(0)
+    scheduler = unipc(sigmas)
     expected = torch.randn(1, 3, 2, 4, 5, dtype=torch.float64)
     path = FlowSolver(sigmas, torch.device("cpu")).start(expected.float())
     for timestep in scheduler.timesteps:
