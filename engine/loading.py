@@ -81,8 +81,6 @@ def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Poli
 def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
     rollout_settings = _rollout_settings(settings)
     device = _device(settings.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # libraries and graphs work on the thread's current one
     dtype = _dtype(settings.dtype, device)
     text_encoder_device = device if settings.text_encoder_device == "auto" else torch.device("cpu")
     if settings.fp8:
@@ -99,6 +97,7 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     geometry = kv_geometry(checkpoint.config, dtype)
     least = one_session_bytes(geometry, _window(checkpoint.config))
     if device.type == "cuda":
+        torch.cuda.set_device(device)  # libraries and graphs work on the thread's current one
         sizes = weight_bytes(checkpoint.config, dtype, settings.fp8, text_encoder_device != device)
         require_memory(torch.cuda.mem_get_info(device)[0], sizes.device, least)
     report("loading weights")
