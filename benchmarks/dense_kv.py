@@ -32,6 +32,18 @@ class _DenseLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         """Attend over the window, the current frames and the register; keep the frames where the lease commits."""
+        window_k, window_v = self._extended(k, v, plan)
+        video = k.shape[1] - self.leases[id(plan)].registers
+        keys = torch.cat([window_k, k[:, video:]], dim=1).transpose(1, 2)
+        values = torch.cat([window_v, v[:, video:]], dim=1).transpose(1, 2)
+        return scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2).contiguous()
+
+    def store(self, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
+        """Keep the frames where the lease commits, and no more."""
+        self._extended(k, v, plan)
+
+    def _extended(self, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """The window with the current frames behind it, cut to its size; kept where the lease commits."""
         lease = self.leases[id(plan)]
         video = k.shape[1] - lease.registers
         past_k, past_v = self.windows.get(lease.branch, (k[:, :0], v[:, :0]))
@@ -39,9 +51,7 @@ class _DenseLayer:
         window_v = torch.cat([past_v, v[:, :video]], dim=1)[:, -self.window_tokens :]
         if lease.commit:
             self.windows[lease.branch] = (window_k, window_v)
-        keys = torch.cat([window_k, k[:, video:]], dim=1).transpose(1, 2)
-        values = torch.cat([window_v, v[:, video:]], dim=1).transpose(1, 2)
-        return scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2).contiguous()
+        return window_k, window_v
 
 
 class DenseKVCache(KVCache):

@@ -18,9 +18,10 @@ from benchmarks.dense_kv import DenseKVCache
 from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.opening import synthetic_checkpoint
 from engine.dit import CrossContext, ForwardContext
+from engine.live_bytes import LiveBytes
 from engine.loading import build_cache
 from engine.model import Model, load_model
-from engine.rollout import Rollout, RolloutSettings
+from engine.rollout import Prediction, Rollout, RolloutSettings
 from engine.rope import Rope
 from engine.session import Session
 from engine.text import Tokenizer
@@ -40,12 +41,12 @@ class Robot:
     generator: torch.Generator
     prompt: tuple[torch.Tensor, torch.Tensor]
 
-    def chunk(self) -> dict[str, float]:
-        """One call with random frames; returns seconds by phase."""
+    def chunk(self) -> Prediction:
+        """One call with random frames."""
         config = self.rollout.config
         size = (4, 2 * config.view_height, 2 * config.view_width, 3)
         frames = torch.randint(0, 256, size, generator=self.generator, dtype=torch.uint8)
-        return self.rollout.call(self.session, frames, *self.prompt, torch.zeros(config.max_state_dim)).seconds
+        return self.rollout.call(self.session, frames, *self.prompt, torch.zeros(config.max_state_dim))
 
 
 def make_robot(model: Model, tokenizer: Tokenizer, dense: bool, steps: int) -> Robot:
@@ -62,7 +63,7 @@ def compare_times(paged: Robot, dense: Robot, rounds: int) -> tuple[float, float
     """Median DiT seconds of a chunk (prefill and denoise) of both, and the median ratio of neighbours."""
     pairs = []
     for _ in range(rounds * FILLS):
-        seconds = [robot.chunk() for robot in (paged, dense)]
+        seconds = [robot.chunk().seconds for robot in (paged, dense)]
         pairs.append([s["prefill"] + s["denoise"] for s in seconds])
     pairs = pairs[FILLS:]  # the first window warms up
     ratio = statistics.median(p / d for p, d in pairs)
@@ -90,14 +91,30 @@ def large_allocations(model: Model, robot: Robot) -> int:
     return sum(event.self_cpu_memory_usage >= window_k for event in prof.events())
 
 
-def peak_growth(robot: Robot, chunks: int) -> tuple[int, int]:
-    """Peak resident bytes of the process after the first window, and how much `chunks` more chunks add."""
-    for _ in range(2 * FILLS):
-        robot.chunk()
-    first = peak_resident_bytes()
-    for _ in range(chunks):
-        robot.chunk()
-    return first, peak_resident_bytes() - first
+@dataclass(frozen=True)
+class Peaks:
+    """Most bytes in tensors during a stretch of chunks, and the process's high-water mark at its end."""
+
+    tensors: int
+    process: int
+
+
+def peaks(robot: Robot, chunks: int) -> list[Peaks]:
+    """Of the first two windows, and of each quarter of `chunks` more chunks. Pool and weights are not in `tensors`."""
+    found = []
+    with LiveBytes() as live:
+        for stretch in (2 * FILLS, *[chunks // 4] * 4):
+            live.peak = 0
+            for _ in range(stretch):
+                robot.chunk()
+            found.append(Peaks(live.peak, peak_resident_bytes()))
+    return found
+
+
+def growth_text(peaks: list[int]) -> str:
+    """The first peak, and by how much each later one differs from it."""
+    first, *later = peaks
+    return f"{first / 2**20:.0f} MiB, then {', '.join(f'{(peak - first) / 2**20:+.0f}' for peak in later)} MiB"
 
 
 def peak_resident_bytes() -> int:
@@ -113,17 +130,19 @@ def machine() -> str:
     return f"{name or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=sorted(BUILTIN_CONFIGS), default="mid")
     parser.add_argument("--rounds", type=int, default=3, help="windows of four chunks to time, after one to warm up")
+    parser.add_argument("--steps", type=int, default=16, help="denoising steps of the chunks that are timed")
     parser.add_argument("--chunks", type=int, default=100, help="chunks over which the peak memory must be flat")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     checkpoint = synthetic_checkpoint(args.size, BUILTIN_CONFIGS[args.size], BUILTIN_STATISTICS)
     model = load_model(checkpoint.config, checkpoint.weights, CPU, torch.float32)
     quick = make_robot(model, checkpoint.tokenizer, dense=False, steps=1)
-    first, growth = peak_growth(quick, args.chunks)
-    paged, dense = (make_robot(model, checkpoint.tokenizer, dense, steps=16) for dense in (False, True))
+    memory = peaks(quick, args.chunks)
+    paged, dense = (make_robot(model, checkpoint.tokenizer, dense, args.steps) for dense in (False, True))
     paged_seconds, dense_seconds, ratio = compare_times(paged, dense, args.rounds + 1)
     allocations = [large_allocations(model, robot) for robot in (paged, dense)]
     report = paged.cache.report()
@@ -131,15 +150,17 @@ def main() -> None:
     print(f"Size {args.size}, float32, {machine()}\n")
     print("| | paged pool | dense `cat` and slice | ratio |")
     print("|---|---|---|---|")
-    print(f"| DiT time of one chunk, 16 steps | {paged_seconds:.2f} s | {dense_seconds:.2f} s | {ratio:.2f} |")
+    print(
+        f"| DiT time of one chunk, {args.steps} steps | {paged_seconds:.2f} s | {dense_seconds:.2f} s | {ratio:.2f} |"
+    )
     print(
         f"| window-sized allocations of one denoise forward at a full window | {allocations[0]} | {allocations[1]} | |"
     )
     print(f"| attention plans that read a plain view | {views:.0%} | | |")
-    print(
-        f"| peak memory after the first windows, and its growth over {args.chunks} chunks (1 step each) "
-        f"| {first / 2**20:.0f} MiB, {growth / 2**20:+.0f} MiB | | |"
-    )
+    of_tensors, of_process = (growth_text([getattr(peak, of) for peak in memory]) for of in ("tensors", "process"))
+    quarters = f"in the first two windows, and in each quarter of {args.chunks} more chunks of 1 step"
+    print(f"| most memory in tensors beside pool and weights {quarters} | {of_tensors} | | |")
+    print(f"| the process's high-water mark after each of these | {of_process} | | |")
 
 
 if __name__ == "__main__":

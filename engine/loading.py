@@ -38,35 +38,20 @@ class PolicyLoadError(ValueError):
     """The policy cannot be loaded as asked: one line that says why."""
 
 
-class _WarmUpError(RuntimeError):
-    """A call made before the first robot came did not work."""
-
-
 class _SettingError(ValueError):
     """A setting that is out of range or cannot be met on this machine."""
-
-
-_EXPECTED = (
-    _SettingError,
-    _WarmUpError,
-    BackendError,
-    CheckpointError,
-    EmbodimentError,
-    StatisticsError,
-    NotEnoughMemory,
-)
 
 
 def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
     """Load the checkpoint, size the KV cache, warm up; `report` is told what is being done.
 
-    Raises PolicyLoadError where a setting, the checkpoint or the device's memory does not allow it.
+    Raises PolicyLoadError where a setting, the checkpoint or the device's memory does not allow it, or a first call
+    fails.
     """
     try:
         return _load_policy(settings, report)
     except (
         _SettingError,
-        _WarmUpError,
         BackendError,
         CheckpointError,
         EmbodimentError,
@@ -133,13 +118,13 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
 
 
 def _warm_up(policy: Policy, settings: EngineSettings, report: Callable[[str], None]) -> None:
-    """Raises _WarmUpError, which has the reason in a line, where a call fails and none may."""
+    """Raises PolicyLoadError where a call fails and none may."""
     try:
         warm_up(policy, report, settings.save_video is not None, settings.guidance == "measure")
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
         if settings.warm_up == "required":
-            raise _WarmUpError(
+            raise PolicyLoadError(
                 f"the warm-up failed ({reason}); --execution eager runs without compilation and recording, "
                 "--warm-up optional starts all the same"
             ) from error

@@ -57,8 +57,8 @@ class KVGeometry:
         return self.frame_tokens * self.token_bytes
 
     def window_blocks(self, policy: WindowPolicy) -> int:
-        """Most blocks one branch can hold: a full window, the current frames and the register scratch."""
-        return policy.capacity + self.frames_per_forward + self.scratch_blocks
+        """Most blocks one branch can hold: its window with the current frames, and the register scratch."""
+        return policy.most_held(self.frames_per_forward) + self.scratch_blocks
 
     def session_blocks(self, policy: WindowPolicy) -> int:
         """Most blocks one session can hold, all branches together."""

@@ -37,6 +37,14 @@ class WindowPolicy:
         """Whether the next call starts the window again, after `frames_seen` frames have passed through it."""
         return self.overflow is Overflow.RESET and frames_seen >= self.capacity
 
+    def most_held(self, incoming: int) -> int:
+        """Most frames that are resident and current at once, where `incoming` come at a time.
+
+        A window that slides still holds the frames that leave while their successors come. One that starts again is
+        never that full.
+        """
+        return self.capacity + (incoming if self.overflow is Overflow.SLIDE else 0)
+
     def leaving(self, resident: int, incoming: int) -> range:
         """Indices, oldest first, of the resident frames that `incoming` current frames push out of sight.
 

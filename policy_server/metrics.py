@@ -40,6 +40,9 @@ class Metrics:
             "dreamzero_received_bytes", "Payload of messages from robots.", registry=self._registry
         )
         self._sent = Counter("dreamzero_sent_bytes", "Payload of messages to robots.", registry=self._registry)
+        self._waiting_cut = Counter(
+            "dreamzero_waiting_cut", "Connections cut off for want of waiting room.", registry=self._registry
+        )
 
     def request(self, kind: str, outcome: str) -> None:
         """Count one answered (or abandoned) request. kind: "infer", "reset", or "unknown" for an unreadable one."""
@@ -59,6 +62,10 @@ class Metrics:
     def sent(self, payload: int) -> None:
         """Count a message's bytes."""
         self._sent.inc(payload)
+
+    def waiting_cut(self) -> None:
+        """Count a connection that was cut off before it asked for anything."""
+        self._waiting_cut.inc()
 
     def exposition(self) -> bytes:
         """All of it in Prometheus' text format."""

@@ -55,8 +55,6 @@ class PolicyServer:
         self.engine = EngineLoop(load, max_queue=settings.max_queue, recorder=self._recorder)
         self.sessions = Sessions(self.engine, settings.session_ttl)
         self._conversations: dict[str, Conversation] = {}
-        # Room for all robots to come back at once, and for probes beside few robots.
-        self._waiting_room = WaitingRoom(max(_LEAST_WAITING_ROOM, settings.max_connections))
         self._names = map(str, itertools.count(1))
         self._metrics = Metrics(
             self.engine.stats,
@@ -66,6 +64,8 @@ class PolicyServer:
                 "sessions_waiting": ("Sessions kept for a robot's return.", lambda: self.sessions.waiting),
             },
         )
+        # Room for all robots to come back at once, and for probes beside few robots.
+        self._waiting_room = WaitingRoom(max(_LEAST_WAITING_ROOM, settings.max_connections), self._metrics.waiting_cut)
         self._door = Door(
             api_key=settings.api_key,
             not_ready=lambda: self.engine.not_ready,

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
@@ -36,7 +36,8 @@ class Style(enum.Enum):
     OPENPI = "openpi"
 
 
-class InferRequest(NamedTuple):
+@dataclass(frozen=True)
+class InferRequest:
     """A valid observation, to be answered with actions (see infer_reply).
 
     views: camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no

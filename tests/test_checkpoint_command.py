@@ -79,15 +79,18 @@ def test_inspect_says_what_smaller_weights_on_the_gpu_make_room_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = headers_alone(tmp_path / "droid", {"action_head_cfg": {"config": {}}}, droid_shapes(), files=10)
-    _, printed = run("inspect", directory, capsys=capsys)
+    cards = [word for card in ("24", "44.7", "48", "80") for word in ("--gpu-gib", card)]
+    _, printed = run("inspect", directory, *cards, capsys=capsys)
     plain, small = printed.split("GPU memory of serving in bfloat16\n")[1].split(
         "with --fp8 --text-encoder-device cpu\n"
     )
-    assert "card of 48 GiB    too small: needs 65.46 GiB" in plain
+    assert "card of 48 GiB    too small: needs 64.61 GiB" in plain
     assert "weights            17.09 GiB   (and 10.58 GiB in the host's memory)" in small
+    assert "CUDA graphs         2.50 GiB   (none with --execution eager)" in small
     assert "card of 48 GiB    fits, 1 session at once" in small
-    assert "card of 24 GiB    too small: needs 41.81 GiB" in small
-    assert "card of 80 GiB    fits, 2 sessions at once" in small
+    assert "card of 44.7 GiB  fits, 1 session at once" in small  # sold as 48 GB
+    assert "card of 24 GiB    too small: needs 40.95 GiB" in small
+    assert "card of 80 GiB    fits, 3 sessions at once" in small
 
 
 def test_inspect_says_that_the_small_backbone_fits_24_gib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +99,9 @@ def test_inspect_says_that_the_small_backbone_fits_24_gib(tmp_path: Path, capsys
     code, printed = run("inspect", directory, capsys=capsys)
     assert code == 0
     assert "problems       none" in printed
-    assert "card of 24 GiB    fits, 1 session at once" in printed
+    plain, small = printed.split("GPU memory of serving in bfloat16\n")[1].split("with --fp8")
+    assert "card of 24 GiB    fits with --execution eager, 1 session at once" in plain
+    assert "card of 24 GiB    fits, " in small
     assert "ti2v: width 3072, 24 heads, 30 layers, 50 tokens a latent frame" in printed
 
 
@@ -122,6 +127,8 @@ def test_a_footprint_counts_what_serving_will_hold() -> None:
     assert need.weights + need.host_weights == 2 * used
     frame = 64 * 128 * 16 * 2  # a frame of the VAE's first feature map
     assert 4 * frame < need.activations < 100 * frame
+    cross = 2 * need.geometry.text_bytes + need.geometry.image_bytes
+    assert need.graphs == cross + need.activations
     budget = plan_budget(need.geometry, need.window, need.session)
     assert budget.sessions == 1
     assert need.sessions(need.needed + 1) == 1

@@ -1,22 +1,20 @@
 """Linear layers in float8: the numbers, how they are loaded, what they do to the actions, what they cost in memory."""
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.builtin import BUILTIN_CONFIGS
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.opening import open_checkpoint
 from engine.config import parse_config
 from engine.fp8 import FP8, Fp8Linear, quantize_rows
+from engine.live_bytes import LiveBytes
 from engine.loading import PolicyLoadError, load_policy
 from engine.model import Model, WeightBytes, build_model, load_model, weight_bytes
 from engine.settings import EngineSettings
@@ -162,33 +160,13 @@ def test_nan_is_found_before_it_is_quantised() -> None:
         load_model(TINY, weights, CPU, torch.bfloat16, fp8=True)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the memory of what operations return, for as long as it is referred to, but not that of `known`."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not result.is_meta:
-            storage = result.untyped_storage()
-            if storage._cdata not in self.sizes.keys() | self.known:
-                self.sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, storage._cdata)
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return result
-
-
 def test_no_two_weights_are_unquantised_at_once() -> None:
     shapes = build_model(TINY).entry_shapes()
     weights = Held(shapes)
-    with LiveBytes(weights.tensors.values()) as live:
+    with LiveBytes() as live:
         model = load_model(TINY, weights, CPU, torch.float32, fp8=True)
     sizes = weight_bytes(TINY, torch.float32, fp8=True)
-    held = sum(live.sizes.values())
+    held = live.now
     assert 0 <= held - sizes.device - sizes.host < 4096, "the weights, and a table of positions"
     largest = max(np.prod(shapes[f"action_head.model.blocks.0.{name}.weight"]) for name in LINEARS)
     working = 5 * 4 * largest  # the weight in float32 and what quantising it makes of it

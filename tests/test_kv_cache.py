@@ -28,15 +28,21 @@ def check_accounts(cache: KVCache) -> None:
 
 
 def test_sizing_counts_window_current_frames_scratch_and_the_null_block() -> None:
+    """A window that starts again has its current frames inside; one that slides, beside the frames that leave."""
     one = bytes_for(1)
     assert one == one_session_bytes(GEOMETRY, POLICY)
     budget = plan_budget(GEOMETRY, POLICY, one)
-    assert budget.blocks == 1 + 2 * (9 + 2 + 1)
+    assert budget.blocks == 1 + 2 * (9 + 1)
     assert budget.sessions == 1
     assert plan_budget(GEOMETRY, POLICY, bytes_for(2)).sessions == 2
     assert plan_budget(GEOMETRY, POLICY, bytes_for(2) - 1).sessions == 1
-    with pytest.raises(NotEnoughMemory, match=r"one session needs .* MiB, of it 25 blocks of"):
+    with pytest.raises(NotEnoughMemory, match=r"one session needs .* MiB, of it 21 blocks of"):
         plan_budget(GEOMETRY, POLICY, one - 1)
+
+
+def test_a_window_that_slides_needs_room_for_the_frames_that_come() -> None:
+    sliding = WindowPolicy(9, Overflow.SLIDE)
+    assert plan_budget(GEOMETRY, sliding, one_session_bytes(GEOMETRY, sliding)).blocks == 1 + 2 * (9 + 2 + 1)
 
 
 def test_registers_that_do_not_fit_one_block_get_more() -> None:

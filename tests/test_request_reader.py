@@ -29,7 +29,7 @@ def outcome(read: Callable[[bytes], Request], frame: bytes) -> object:
         request = read(frame)
     except (CodecError, RequestError) as error:
         return repr(error), str(error)
-    return digest(list(request)) if isinstance(request, InferRequest) else request
+    return digest(vars(request)) if isinstance(request, InferRequest) else request
 
 
 def frames_of_an_episode() -> list[bytes]:

@@ -176,7 +176,7 @@ async def test_many_who_connect_and_ask_nothing_keep_nobody_out() -> None:
                 async with asyncio.timeout(SECONDS):
                     with contextlib.suppress(ConnectionResetError):
                         assert await reader.read() == b""
-            assert (await get(server, "/healthz"))[0] == 200
+            assert "\ndreamzero_waiting_cut_total 5.0\n" in (await get(server, "/metrics"))[2]  # who asks came last
             async with await Robot.connect(server) as second:
                 for robot in (first, second):
                     assert "actions" in await robot.ask(observation())

@@ -8,7 +8,7 @@ import torch
 
 from engine.rollout import Prediction
 from engine.session import Session
-from tests.golden import TOLERANCE, Engine, Golden, Report, build_engine, run_call
+from tests.golden import TOLERANCE, Engine, Golden, Mode, Report, build_engine, run_call
 from tests.kv import bytes_for
 
 FILES = Path(__file__).parent / "golden_files"
@@ -130,68 +130,89 @@ class Injected(Exception):
 
 
 class FailAt:
-    """Raises at the n-th forward of one layer, when the K/V of the layers before it have been written."""
+    """Raises at the n-th forward of one layer, when the K/V of the layers before it have been written.
+
+    branches: how many went through that forward.
+    """
 
     def __init__(self, engine: Engine, layer: int, forward: int) -> None:
         self._left = forward
+        self.branches = 0
         self._handle = engine.model.dit.blocks[layer].self_attn.v.register_forward_hook(self._hook)
 
-    def _hook(self, *_: object) -> None:
+    def _hook(self, module: object, inputs: object, values: torch.Tensor) -> None:
         self._left -= 1
         if self._left < 0:
             self._handle.remove()
+            self.branches = len(values)
             raise Injected
 
 
+FORWARDS = {
+    "batched": ["prefill", "denoise", "step2"],
+    "separate": ["prefill+", "prefill-", "denoise+", "denoise-", "step2+", "step2-"],
+}
+"""A call's forwards in order, by how the guidance branches go through the model."""
+EVERY_FORWARD = [
+    pytest.param(guidance, number, id=f"{guidance}-{name}")
+    for guidance, names in FORWARDS.items()
+    for number, name in enumerate(names)
+]
+
+
 @pytest.fixture(scope="module")
-def quick() -> Engine:
-    """Two steps a call and a short image conditioning: what counts here is where a failure is put."""
+def quick() -> dict[str, Engine]:
+    """By guidance. Two steps a call, a short image conditioning: what counts here is where a failure is put."""
     golden = Golden(FILES / "session.safetensors")
     golden.config["action_head_cfg"]["config"]["num_frames"] = 9
     golden.runtime["num_inference_steps"] = 2
-    engine = build_engine(golden)
-    engine.rollout.batch_branches(False)  # so that a failure can be put into either
-    return engine
+    return {guidance: build_engine(golden, Mode(batch_branches=guidance == "batched")) for guidance in FORWARDS}
 
 
 @pytest.mark.parametrize("layer", range(3))
-@pytest.mark.parametrize("forward", [0, 1, 2, 3, 5], ids=["prefill+", "prefill-", "denoise+", "denoise-", "step2-"])
+@pytest.mark.parametrize(("guidance", "forward"), EVERY_FORWARD)
 @pytest.mark.parametrize("calls_before", [0, 1], ids=["restart", "continue"])
 def test_a_forward_that_raises_leaves_the_pool_as_before_and_the_session_restarts(
-    quick: Engine, goldens, reference, layer: int, forward: int, calls_before: int
+    quick: dict[str, Engine], goldens, reference, layer: int, guidance: str, forward: int, calls_before: int
 ) -> None:
-    bystander, robot = (Robot(quick, goldens["session"], name) for name in ("bystander", "robot"))
+    engine = quick[guidance]
+    bystander, robot = (Robot(engine, goldens["session"], name) for name in ("bystander", "robot"))
     bystander_windows = bystander.session.kv.blocks
     for _ in range(calls_before):
         robot.call()
-    before = quick.cache.report()
-    FailAt(quick, layer, forward)
+    before = engine.cache.report()
+    failure = FailAt(engine, layer, forward)
     with pytest.raises(Injected):
         robot.call()
-    after = quick.cache.report()
+    assert failure.branches == (2 if guidance == "batched" else 1)
+    after = engine.cache.report()
     assert (after.blocks_free, after.blocks_by_session) == (before.blocks_free, before.blocks_by_session)
     assert bystander.session.kv.blocks == bystander_windows
 
     robot.next -= 1  # the robot sends the observation again
     prediction = robot.call()
     assert robot.session.start_frame == 3, "a fresh window"
-    assert same(prediction, reference[calls_before])
+    assert same(prediction, reference[guidance][calls_before])
     robot.leave(), bystander.leave()
 
 
-def test_a_call_that_raises_takes_no_frames_into_the_buffer(quick: Engine, goldens) -> None:
+@pytest.mark.parametrize(("guidance", "forward"), [("batched", 1), ("separate", 3)])
+def test_a_call_that_raises_takes_no_frames_into_the_buffer(
+    quick: dict[str, Engine], goldens, guidance: str, forward: int
+) -> None:
     """A call that is tried again, as after an out-of-memory, must not feed its frames in twice."""
-    robot = Robot(quick, goldens["session"], "robot")
+    engine = quick[guidance]
+    robot = Robot(engine, goldens["session"], "robot")
     robot.call()
     frames = list(robot.session.frames)
-    FailAt(quick, layer=1, forward=3)
+    FailAt(engine, 1, forward)
     with pytest.raises(Injected):
         robot.call()
     assert [id(frame) for frame in robot.session.frames] == [id(frame) for frame in frames]
     assert robot.session.called
     robot.leave()
-    robot = Robot(quick, goldens["session"], "robot")
-    FailAt(quick, layer=1, forward=3)
+    robot = Robot(engine, goldens["session"], "robot")
+    FailAt(engine, 1, forward)
     with pytest.raises(Injected):
         robot.call()
     assert not robot.session.frames
@@ -200,11 +221,13 @@ def test_a_call_that_raises_takes_no_frames_into_the_buffer(quick: Engine, golde
 
 
 @pytest.fixture(scope="module")
-def reference(quick: Engine, goldens) -> list[Prediction]:
-    """Call 0, and call 1 of a session whose window ended before it."""
-    robot = Robot(quick, goldens["session"], "reference")
-    first = robot.call()
-    robot.session.start_frame = quick.checkpoint.config.dit.window_frames
-    second = robot.call()
-    robot.leave()
-    return [first, second]
+def reference(quick: dict[str, Engine], goldens) -> dict[str, list[Prediction]]:
+    """By guidance: call 0, and call 1 of a session whose window ended before it."""
+    predictions = {}
+    for guidance, engine in quick.items():
+        robot = Robot(engine, goldens["session"], "reference")
+        predictions[guidance] = [robot.call()]
+        robot.session.start_frame = engine.checkpoint.config.dit.window_frames
+        predictions[guidance].append(robot.call())
+        robot.leave()
+    return predictions

@@ -61,7 +61,7 @@ def test_warm_up_walks_the_window_and_leaves_no_trace(
     walk = [True, *[False] * (FILLS - 1), True]
     if measure:
         assert restarted[: 4 * len(walk)] == 4 * walk
-        policy.batch_branches(True)
+        policy.set_batched(True)
     else:
         assert restarted == walk
         assert said == [f"warming up: call {n} of 5" for n in range(1, 6)]
@@ -70,6 +70,68 @@ def test_warm_up_walks_the_window_and_leaves_no_trace(
         policy.infer("robot", observation()).actions, cold.infer("robot", observation()).actions
     )
     cold.end_session("robot")
+
+
+def chunk(**seconds: float) -> Chunk:
+    """The answer of a call that took so long."""
+    return Chunk(np.zeros((24, 8), np.float32), seconds, torch.zeros(0), restarted=False)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return load_policy(replace(QUICK, steps=1, warm_up="off"), silent)
+
+
+@pytest.mark.parametrize("faster", ["batched", "separate"])
+def test_measuring_keeps_the_faster_guidance_by_what_the_dit_takes(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, faster: str
+) -> None:
+    """By the second walk alone: the first one compiles. The encoders are not asked, they are the same either way."""
+    modes: list[object] = []
+
+    def timed(*_: object) -> Chunk:
+        mode = policy.info()["guidance"]
+        modes.append(mode)
+        if mode != faster:
+            return chunk(encode=0.0, prefill=0.1, denoise=1.1)
+        return chunk(encode=9.0, prefill=0.1, denoise=1.0 if modes.count(mode) > FILLS + 1 else 100.0)
+
+    monkeypatch.setattr(Policy, "infer", timed)
+    warm_up(policy, silent, decode=False, measure_guidance=True)
+    assert policy.info()["guidance"] == faster
+    assert set(modes) == {"batched", "separate"}
+    assert modes[-FILLS - 1 :] == (FILLS + 1) * [faster], "what is kept is walked last"
+
+
+@pytest.mark.parametrize(("failing", "working"), [("batched", "separate"), ("separate", "batched")])
+@pytest.mark.parametrize("call", [2, FILLS + 3], ids=["first walk", "measured walk"])
+def test_a_failure_while_guidance_is_measured_leaves_the_mode_that_works_and_no_trace(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, failing: str, working: str, call: int
+) -> None:
+    trace(policy), policy.reset_counters()
+    policy.set_batched(working == "batched")
+    before = trace(policy)
+    policy.reset_counters()
+    policy.set_batched(True)
+    infer = Policy.infer
+    calls = 0  # of the mode that fails
+
+    def fails(*args: object) -> Chunk:
+        nonlocal calls
+        calls += policy.info()["guidance"] == failing
+        if calls == call:
+            infer(*args)  # so that there is a trace to be left
+            raise RuntimeError("no kernel for so large a batch")
+        return chunk(prefill=0.0, denoise=1.0)
+
+    monkeypatch.setattr(Policy, "infer", fails)
+    with pytest.raises(RuntimeError, match="no kernel for so large a batch"):
+        warm_up(policy, silent, decode=False, measure_guidance=True)
+    assert calls == call
+    assert trace(policy) == before
+    assert policy.info()["guidance"] == working
+    monkeypatch.undo()
+    assert policy.infer("robot", observation()).actions.shape == (24, 8)
 
 
 def test_what_decodes_video_is_warmed_up_where_episodes_are_recorded(cold: Policy) -> None:
@@ -137,6 +199,10 @@ def test_after_start_up_nothing_compiles_and_first_calls_are_as_fast_as_later_on
         ({"execution": "graph"}, "execution graph needs a CUDA device, not cpu; try compile"),
         ({"guidance": "both"}, "guidance: expected batched, separate or measure, found 'both'"),
         ({"warm_up": "no"}, "warm-up: expected required, optional or off, found 'no'"),
+        (
+            {"guidance": "measure", "warm_up": "off"},
+            "warm-up: expected no off where guidance is measured, found 'off'",
+        ),
     ],
 )
 def test_settings_that_cannot_be_met_are_refused_in_a_line(changes: dict[str, str], message: str) -> None:

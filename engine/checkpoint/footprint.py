@@ -1,16 +1,12 @@
 """What serving a checkpoint needs of a GPU's memory, found without one."""
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine.config import ModelConfig
+from engine.execution import graph_copies_bytes
+from engine.live_bytes import LiveBytes
 from engine.loading import kv_geometry
 from engine.model import Model, build_model, weight_bytes
 from engine.settings import EngineSettings
@@ -28,16 +24,18 @@ _DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of serving in bfloat16.
+    """Bytes of serving in bfloat16, the forwards recorded as CUDA graphs.
 
     weights: on the GPU. host_weights: in the host's memory, the text encoder or its embedding table. activations: the
-    most that a call takes for a while (the video encoder's). session: K/V of one robot's full window, with what all
-    share.
+    most that a call takes for a while (the video encoder's). graphs: what recordings keep for themselves, copies of
+    one session's cross-attention K/V and memory for the activations once more, which nothing else may use. session:
+    K/V of one robot's full window, with what all share.
     """
 
     weights: int
     host_weights: int
     activations: int
+    graphs: int
     session: int
     geometry: KVGeometry
     window: WindowPolicy
@@ -57,7 +55,7 @@ class Footprint:
 
     @property
     def _fixed(self) -> int:
-        return self.weights + self.activations + CUDA_BYTES
+        return self.weights + self.activations + self.graphs + CUDA_BYTES
 
 
 def footprint(config: ModelConfig, fp8: bool = False, text_encoder_on_host: bool = False) -> Footprint:
@@ -65,10 +63,12 @@ def footprint(config: ModelConfig, fp8: bool = False, text_encoder_on_host: bool
     model = build_model(config)
     weights = weight_bytes(config, _DTYPE, fp8, text_encoder_on_host)
     geometry, window = kv_geometry(config, _DTYPE), WindowPolicy(config.dit.window_frames)
+    activations = _encoding_bytes(model)
     return Footprint(
         weights=weights.device,
         host_weights=weights.host,
-        activations=_encoding_bytes(model),
+        activations=activations,
+        graphs=graph_copies_bytes(geometry) + activations,
         session=one_session_bytes(geometry, window),
         geometry=geometry,
         window=window,
@@ -79,29 +79,7 @@ def _encoding_bytes(model: Model) -> int:
     """Most bytes alive at once while a restart's video is encoded: the real operations, on shapes alone."""
     config = model.config
     shape = (1, 3, config.num_frames, config.video_height, config.video_width)
-    with torch.inference_mode(), _LiveBytes() as live:
+    with torch.inference_mode(), LiveBytes() as live:
         encode_video(model.vae, torch.empty(shape, device="meta"))
-    return live.peak
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the memory of the tensors that operations return, for as long as each is referred to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    # The parameters on `meta` are float32, so what they give is; serving computes in bfloat16.
-                    self._sizes[storage._cdata] = storage.nbytes() * _DTYPE.itemsize // leaf.itemsize
-                    weakref.finalize(storage, self._sizes.pop, storage._cdata)
-        self.peak = max(self.peak, sum(self._sizes.values()))
-        return result
+    # The parameters on `meta` are float32, so what they give is; serving computes in bfloat16.
+    return live.peak * _DTYPE.itemsize // torch.float32.itemsize

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from engine.checkpoint.footprint import CUDA_BYTES, GIB, Footprint, footprint
 from engine.checkpoint.names import DIT, TEXT, UNUSED
@@ -69,12 +70,19 @@ def _component(name: str, entries: list[StoredTensor]) -> str:
 def _memory(need: Footprint, cards_gib: Sequence[float]) -> Iterator[str]:
     yield f"  weights          {_gib(need.weights):>11}   (and {_gib(need.host_weights)} in the host's memory)"
     yield f"  while encoding   {_gib(need.activations):>11}"
+    yield f"  CUDA graphs      {_gib(need.graphs):>11}   (none with --execution eager)"
     yield f"  CUDA             {_gib(CUDA_BYTES):>11}   (allowance)"
     yield f"  first session    {_gib(need.session):>11}"
     for card in cards_gib:
-        sessions = need.sessions(int(card * GIB))
-        fits = f"fits, {_count(sessions, 'session')} at once" if sessions else f"too small: needs {_gib(need.needed)}"
-        yield f"  card of {card:g} GiB".ljust(20) + fits
+        yield f"  card of {card:g} GiB".ljust(20) + _fits(need, int(card * GIB))
+
+
+def _fits(need: Footprint, card_bytes: int) -> str:
+    if sessions := need.sessions(card_bytes):
+        return f"fits, {_count(sessions, 'session')} at once"
+    if sessions := replace(need, graphs=0).sessions(card_bytes):
+        return f"fits with --execution eager, {_count(sessions, 'session')} at once"
+    return f"too small: needs {_gib(need.needed)}"
 
 
 def _billions(parameters: int) -> str:
