@@ -1,6 +1,6 @@
 """The engine against the plain rollout, which recomputes what the public release recomputes, in one process.
 
-    python -m benchmarks.rollout [--size mid] [--rounds 2] [--steps 16] [--execution compile] [--golden FILE]
+    python -m benchmarks.rollout [--size mid] [--rounds 2] [--steps 16] [--execution eager] [--golden FILE]
 
 First the engine reproduces a golden file; exits 1 where it does not. Then calls of both sides alternate over the same
 frames and noise, and one Markdown table is printed. Exits 1 where the two sides' actions differ.
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2, help="windows of calls to time, after one to warm up")
     parser.add_argument("--steps", type=int, default=16, help="denoising steps of the calls that are timed")
     parser.add_argument("--golden", type=Path, help="reproduced first (default: the size's own, where there is one)")
-    parser.add_argument("--execution", choices=EXECUTIONS[:2], default="eager", help="of the engine")
+    parser.add_argument("--execution", choices=EXECUTIONS[:2], default="compile", help="of the engine")
     parser.add_argument("--separate", action="store_true", help="the engine's guidance branches one after the other")
     args = parser.parse_args(argv)
     checkpoint = synthetic_checkpoint(args.size, BUILTIN_CONFIGS[args.size], BUILTIN_STATISTICS)

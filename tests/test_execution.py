@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from engine.dit import TimeEmbedding
+from engine.dit import ForwardContext, TimeEmbedding
 from engine.execution import CudaRecorder, DirectExecution, RecordedExecution, RecordedFunction, RecordingError
 from engine.session import Session
 from engine.vae import encode_video
@@ -45,6 +46,31 @@ def test_branches_one_after_the_other_give_the_release_s_numbers() -> None:
 def test_compiled_blocks_give_the_release_s_numbers() -> None:
     report = check(MASKED, Mode(execution="compile"))
     assert report.clean(TOLERANCE), report
+
+
+@needs_compiler
+def test_compiled_blocks_write_into_the_pool_and_copy_none_of_it() -> None:
+    """The operator writes in place; where a compiler cannot see that it may, it copies a layer's pool each time."""
+    golden = Golden(MASKED)
+    engine = build_engine(golden, Mode(execution="compile"))
+    forward = engine.rollout._execution.forward
+    largest: list[int] = []
+
+    def watched(context: ForwardContext) -> Callable[[Tensor, TimeEmbedding], Tensor]:
+        run = forward(context)
+
+        def profiled(tokens: Tensor, time: TimeEmbedding) -> Tensor:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+                hidden = run(tokens, time)
+            largest.append(max(event.self_cpu_memory_usage for event in prof.events()))
+            return hidden
+
+        return profiled
+
+    engine.rollout._execution.forward = watched  # type: ignore[method-assign]
+    assert check_rollout(golden, engine).clean(TOLERANCE)
+    hidden = 4 * 2 * 89 * 128  # bytes of both branches' hidden state
+    assert hidden <= max(largest[1:]) < engine.cache.paged.layers[0].k.nbytes / 4, "the first one compiled"
 
 
 @pytest.mark.parametrize("batched", [True, False])
