@@ -2,14 +2,17 @@
 
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.dit import ForwardContext, TimeEmbedding
 from engine.execution import CudaRecorder, DirectExecution, RecordedExecution, RecordedFunction, RecordingError
+from engine.rollout import Prediction
 from engine.session import Session
 from engine.vae import encode_video
 from tests.golden import FILES, TOLERANCE, Engine, Golden, Mode, Report, build_engine, check, check_rollout, run_call
@@ -133,6 +136,48 @@ def test_the_last_layer_of_a_prefill_computes_keys_and_values_alone() -> None:
         assert [name for name in names if name.startswith(f"{layers[-1]}.")] == ["2.self_attn.k", "2.self_attn.v"]
         assert all(f"{index}.ffn.2" in names for index in layers[:-1])
     assert of_prefill
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations by which the host waits for a device, or sends it something, once `watching`."""
+
+    NAMES = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "linalg_solve", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = False
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name().removeprefix("aten::").partition(".")[0]
+        if self.watching and name in self.NAMES:
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("stem", "expected"), [("step_mask_8", set()), ("step_cache_dynamic", {"item"})])
+def test_the_denoise_loop_waits_for_nothing_but_the_velocity_cache_s_decision(stem: str, expected: set[str]) -> None:
+    golden = Golden(next(path for path in FILES if path.stem == stem))
+    engine = build_engine(golden)
+    forward = engine.rollout._execution.forward
+    session = Session(engine.cache.session(0))
+    with Waits() as waits:
+
+        def watched(context: ForwardContext) -> Callable[[Tensor, TimeEmbedding], Tensor]:
+            waits.watching = True  # to the end of the call: the loop, and what is left to do after it
+            return forward(context)
+
+        engine.rollout._execution.forward = watched  # type: ignore[method-assign]
+        call = engine.rollout.call
+
+        def ended(*args: Any) -> Prediction:
+            prediction = call(*args)
+            waits.watching = False
+            return prediction
+
+        engine.rollout.call = ended  # type: ignore[method-assign]
+        run_call(engine, golden, session, 0, Report())
+    assert set(waits.seen) == expected
 
 
 def test_a_recorded_function_knows_each_shape_and_gives_results_of_their_own() -> None:
