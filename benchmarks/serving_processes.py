@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import http
 import multiprocessing
 import os
@@ -68,15 +69,19 @@ class StubPolicy:
 
 
 class MarkedTinyPolicy:
-    """The real tiny policy with one step; the last action of each reply is the joint state of its request."""
+    """The real tiny policy with one step; the last action of each reply is the joint state of its request.
 
-    def __init__(self) -> None:
+    handed_out: a file of one float64, in which each call leaves what `allocated_mib` says then.
+    """
+
+    def __init__(self, handed_out: Path) -> None:
         import torch
 
         from engine.loading import load_policy
         from engine.settings import EngineSettings
 
         torch.set_num_threads(1)
+        self._handed_out = np.memmap(handed_out, np.float64, "r+", shape=(1,))
         self._policy = load_policy(EngineSettings(steps=1, device="cpu"), lambda status: None)
         for name in ("end_session", "free_caches", "stats", "info"):
             setattr(self, name, getattr(self._policy, name))
@@ -85,7 +90,23 @@ class MarkedTinyPolicy:
         chunk = self._policy.infer(session_id, seen)
         actions = chunk.actions.copy()
         actions[-1, :7] = seen.state["joint_position"]
+        self._handed_out[0] = allocated_mib()
         return Chunk(actions, chunk.seconds)
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def allocated_mib() -> float:
+    """MiB that glibc's allocator has handed out to this process and not got back, all threads together."""
+    mallinfo2 = ctypes.CDLL("libc.so.6").mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return float(info.uordblks + info.hblkhd) / 2**20
 
 
 def serve_ours(ready: Connection, make_policy: Callable[[], object], settings: dict[str, Any]) -> None:

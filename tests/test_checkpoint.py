@@ -24,7 +24,7 @@ from engine.settings import EngineSettings
 from engine.synthetic import synthetic_tensor
 from engine.text import encode_text
 from tests.checkpoints import actions_of, droid_shapes, tiny_checkpoint
-from tests.golden import FILES, TOLERANCE, Golden, check_rollout
+from tests.golden import FILES, TOLERANCE, Golden, build_engine, check_rollout
 from tests.serving import Robot, observation
 from tests.test_server_process import server
 
@@ -88,7 +88,8 @@ async def test_the_server_answers_from_disk_what_the_policy_in_memory_answers(tm
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.stem == "step_mask_8"], ids=lambda path: path.stem)
 def test_a_checkpoint_on_disk_reproduces_a_golden_rollout(tmp_path: Path, path: Path) -> None:
-    report = check_rollout(OnDisk(path, sharded(tmp_path / "written")))
+    golden = OnDisk(path, sharded(tmp_path / "written"))
+    report = check_rollout(golden, build_engine(golden))
     assert report.clean(TOLERANCE), report
     assert report.forwards == 36
 
