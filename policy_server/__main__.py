@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from engine.loop import LoadPolicy
 from engine.settings import EngineSettings
+from policy_server.garbage import keep_what_is_loaded
 from policy_server.logs import configure_logging, log_event
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError, parse_settings
@@ -50,6 +51,7 @@ async def run(settings: ServerSettings, load_policy: LoadPolicy) -> int:
     ready, ended = asyncio.ensure_future(server.ready()), asyncio.ensure_future(server.engine_ended())
     await asyncio.wait((told_to_stop, ended, ready), return_when=asyncio.FIRST_COMPLETED)
     if ready.done() and ready.exception() is None:
+        keep_what_is_loaded()
         is_trained = bool(ready.result()["trained"])
         log_event(log, logging.INFO, _ready_line(settings.engine.checkpoint, is_trained), url=server.url)
         await asyncio.wait((told_to_stop, ended), return_when=asyncio.FIRST_COMPLETED)
