@@ -150,7 +150,7 @@ class SelfAttention(nn.Module):
         q = rotate(self._heads(self.norm_q(self.q(x))), layer.rotation)
         k, v = self._keys_values(x, layer.rotation)
         branches = zip(q.split(1), k.split(1), v.split(1), layer.plans, strict=True)
-        return self.o(_as_batch([layer.kv.attend(*branch) for branch in branches]).flatten(-2))
+        return self.o(as_batch([layer.kv.attend(*branch) for branch in branches]).flatten(-2))
 
     def store(self, x: Tensor, layer: LayerContext) -> None:
         """Write the K/V of x (B, L, D) into the plans' slots, and no more."""
@@ -186,7 +186,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, layer: LayerContext) -> Tensor:
         """x (B, L, D) to (B, L, D)."""
         branches = zip(self._heads(self.norm_q(self.q(x))).split(1), layer.texts, strict=True)
-        return self.o(_as_batch([_attend(q, *text) + _attend(q, *layer.image) for q, text in branches]))
+        return self.o(as_batch([_attend(q, *text) + _attend(q, *layer.image) for q, text in branches]))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1))
@@ -364,8 +364,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(-2)
 
 
-def _as_batch(branches: list[Tensor]) -> Tensor:
-    """One batch (B, ...) of each branch's (1, ...)."""
+def as_batch(branches: list[Tensor]) -> Tensor:
+    """One batch of its parts, each (b, ...); the part itself where there is one."""
     return branches[0] if len(branches) == 1 else torch.cat(branches)
 
 

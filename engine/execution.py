@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from engine.dit import CrossContext, DiT, ForwardContext, TimeEmbedding, run_block
+from engine.dit import CrossContext, DiT, ForwardContext, TimeEmbedding, as_batch, run_block
 from kv_cache.paged_kv import KVGeometry, PagedKV
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,7 @@ class DirectExecution:
         parts = self._parts(context)
 
         def run(tokens: Tensor, time: TimeEmbedding) -> Tensor:
-            hidden = [self.dit(tokens, time, part, self.kv, self._run) for part in parts]
-            return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+            return as_batch([self.dit(tokens, time, part, self.kv, self._run) for part in parts])
 
         return run
 

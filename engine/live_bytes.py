@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes that operations allocate while it is entered, for as long as each is referred to.
 
-    now: bytes alive. peak: the most so far; may be set to 0 to begin anew.
+    peak: the most so far; may be set to 0 to begin anew.
     """
 
     def __init__(self) -> None:
