@@ -4,6 +4,8 @@ Only booleans, integers and floats pass, by a table of their names: no client te
 is ever unpickled.
 """
 
+from __future__ import annotations
+
 import enum
 import math
 from collections.abc import Callable, Mapping
@@ -153,7 +155,7 @@ def _openpi_scalar(fields: Mapping[str, object]) -> np.generic:
         return np.bool_(value)
     if dtype.kind in "iu" and type(value) is int and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
         return dtype.type(value)
-    if dtype.kind == "f" and isinstance(value, int | float) and not isinstance(value, bool):
+    if dtype.kind == "f" and isinstance(value, (int, float)) and not isinstance(value, bool):
         with np.errstate(over="ignore"):  # a value beyond float16 or float32 becomes infinity, as in a cast
             return dtype.type(np.float64(value))
     raise CodecError(f"expected a value of dtype {dtype.str!r}, found {described(value)}").inside("data")
@@ -185,7 +187,7 @@ def _text(fields: Mapping[str, object], key: str) -> str:
 
 def _dtype(fields: Mapping[str, object], key: str) -> np.dtype:
     value = _field(fields, key)
-    name = _text(fields, key) if isinstance(value, str | memoryview) else None
+    name = _text(fields, key) if isinstance(value, (str, memoryview)) else None
     if name is None or name not in _DTYPES:
         found = described(value if name is None else name)
         raise CodecError(f"expected {_EXPECTED_DTYPE}, found {found}").inside(key)

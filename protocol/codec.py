@@ -1,5 +1,7 @@
 """bytes <-> Python and NumPy: one WebSocket frame is one msgpack value, arrays in one of three dialects. No I/O."""
 
+from __future__ import annotations
+
 import msgpack
 import numpy as np
 
@@ -70,30 +72,29 @@ def _write(
     """Append a value's pieces. msgpack writes everything but array data, which is joined in from where it lies."""
     if depth > _DEEPEST:
         raise CodecError(f"maps and lists nest deeper than {_DEEPEST} levels")
-    match value:
-        case dict():
-            parts.append(packer.pack_map_header(len(value)))
-            for key, item in value.items():
-                if not isinstance(key, str | bytes):
-                    raise CodecError(f"expected a text as map key, found {described(key)}")
-                parts.append(packer.pack(key))
-                _write(item, dialect, packer, parts, depth + 1)
-        case list() | tuple():
-            parts.append(packer.pack_array_header(len(value)))
-            for item in value:
-                _write(item, dialect, packer, parts, depth + 1)
-        case np.ndarray():
-            _write(array_fields(value, dialect), dialect, packer, parts, depth)
-        case memoryview():
-            parts.append(_binary_header(value.nbytes))
-            parts.append(value)
-        case np.generic() if not isinstance(value, float | str | bytes):
-            _write(scalar_fields(value, dialect), dialect, packer, parts, depth)
-        case _:
-            try:
-                parts.append(packer.pack(value))
-            except (TypeError, ValueError, OverflowError) as error:
-                raise CodecError(f"cannot be sent: {error}") from error
+    if isinstance(value, dict):
+        parts.append(packer.pack_map_header(len(value)))
+        for key, item in value.items():
+            if not isinstance(key, (str, bytes)):
+                raise CodecError(f"expected a text as map key, found {described(key)}")
+            parts.append(packer.pack(key))
+            _write(item, dialect, packer, parts, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        parts.append(packer.pack_array_header(len(value)))
+        for item in value:
+            _write(item, dialect, packer, parts, depth + 1)
+    elif isinstance(value, np.ndarray):
+        _write(array_fields(value, dialect), dialect, packer, parts, depth)
+    elif isinstance(value, memoryview):
+        parts.append(_binary_header(value.nbytes))
+        parts.append(value)
+    elif isinstance(value, np.generic) and not isinstance(value, (float, str, bytes)):
+        _write(scalar_fields(value, dialect), dialect, packer, parts, depth)
+    else:
+        try:
+            parts.append(packer.pack(value))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CodecError(f"cannot be sent: {error}") from error
 
 
 def _binary_header(size: int) -> bytes:

@@ -1,5 +1,7 @@
 """What can be wrong with a frame, said so that a client's author can act on it, and short whatever the client sent."""
 
+from __future__ import annotations
+
 import numpy as np
 
 _LONGEST_QUOTE = 40
@@ -16,7 +18,7 @@ class CodecError(ValueError):
         self.problem = problem
         self.path = ""
 
-    def inside(self, place: str | int) -> "CodecError":
+    def inside(self, place: str | int) -> CodecError:
         """Put the map key or list index that holds the faulty value in front of the path; returns self."""
         step = f"[{place}]" if isinstance(place, int) else shortened(place)
         joint = "." if self.path and not self.path.startswith("[") else ""
@@ -48,22 +50,20 @@ def shortened(text: str) -> str:
 
 def described(value: object) -> str:
     """A value's kind, and the value itself where that is short: "float32 array of shape (3,)", "text 'abc'"."""
-    match value:
-        case np.ndarray():
-            return f"{value.dtype} array of shape {value.shape}"
-        case np.generic():
-            return f"{value.dtype} scalar {value}"
-        case str():
-            return f"text {shortened(value)!r}"
-        case bytes() | memoryview():
-            return f"{len(value)} raw bytes"
-        case dict():
-            return f"a map of {len(value)} entries"
-        case list():
-            return f"a list of {len(value)} entries"
-        case None:
-            return "nil"
-        case bool() | int() | float():
-            return f"{type(value).__name__} {value}"
-        case _:
-            return type(value).__name__
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} array of shape {value.shape}"
+    if isinstance(value, np.generic):
+        return f"{value.dtype} scalar {value}"
+    if isinstance(value, str):
+        return f"text {shortened(value)!r}"
+    if isinstance(value, (bytes, memoryview)):
+        return f"{len(value)} raw bytes"
+    if isinstance(value, dict):
+        return f"a map of {len(value)} entries"
+    if isinstance(value, list):
+        return f"a list of {len(value)} entries"
+    if value is None:
+        return "nil"
+    if isinstance(value, (bool, int, float)):
+        return f"{type(value).__name__} {value}"
+    return type(value).__name__

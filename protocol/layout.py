@@ -1,6 +1,6 @@
 """The part of a message that stays the same from one observation of a robot to the next: all but the array data."""
 
-from typing import Self
+from __future__ import annotations
 
 import numpy as np
 
@@ -24,18 +24,18 @@ class Layout:
         self._template = value | dict.fromkeys(keys)
         starts = [0] + [start + view.nbytes for start, view in holes]
         ends = [start for start, _ in holes] + [len(frame)]
-        self._literals = [(start, frame[start:end]) for start, end in zip(starts, ends, strict=True)]
+        self._literals = [(start, frame[start:end]) for start, end in zip(starts, ends)]
         # One copy of the frame, shared by its uint8 arrays, is quicker than one for each; wider types need alignment.
         images = [view.dtype == np.uint8 for _, view in holes]
-        image_bytes = sum(view.nbytes for (_, view), is_image in zip(holes, images, strict=True) if is_image)
+        image_bytes = sum(view.nbytes for (_, view), is_image in zip(holes, images) if is_image)
         self._shares = 2 * image_bytes > len(frame)
         self._holes = [
             (key, start, view.dtype, view.shape, self._shares and is_image)
-            for key, (start, view), is_image in zip(keys, holes, images, strict=True)
+            for key, (start, view), is_image in zip(keys, holes, images)
         ]
 
     @classmethod
-    def of(cls, frame: bytes, value: object, holes: list[tuple[int, np.ndarray]], dialect: Dialect) -> Self | None:
+    def of(cls, frame: bytes, value: object, holes: list[tuple[int, np.ndarray]], dialect: Dialect) -> Layout | None:
         """The layout of a frame that was just read; None where its value is not a flat map or has little array data.
 
         holes: of each array in the frame, in order: where its data starts, and a view of it there.

@@ -1,9 +1,11 @@
 """What a request is, checked once here so that everything behind can rely on it, and how each one is answered."""
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +13,9 @@ from protocol.codec import Dialect, encode
 from protocol.errors import RequestError, described
 from protocol.observation import camera_views, state_vectors
 from protocol.observation_spec import ObservationSpec
+
+if TYPE_CHECKING:
+    from typing import TypeGuard  # not in Python 3.9
 
 __all__ = [
     "RESET_REPLY",

@@ -5,6 +5,8 @@ neither depth nor the items of a whole message, so that a small frame can take h
 An observation is megabytes of image data in about a hundred items: few enough for a reader in Python.
 """
 
+from __future__ import annotations
+
 import struct
 from dataclasses import dataclass
 from typing import NoReturn
@@ -19,7 +21,7 @@ _FLOAT32 = struct.Struct(">f")
 _FLOAT64 = struct.Struct(">d")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Limits:
     """What a frame may hold.
 
@@ -77,34 +79,30 @@ class Reader:
             return self._text(code & 0x1F)
         if code >= 0xE0:
             return code - 0x100
-        match code:
-            case 0xC0:
-                return None
-            case 0xC2:
-                return False
-            case 0xC3:
-                return True
-            case 0xC4 | 0xC5 | 0xC6:
-                return self._take(self._unsigned(1 << (code - 0xC4)))
-            case 0xCA:
-                return _FLOAT32.unpack(self._take(4))[0]
-            case 0xCB:
-                return _FLOAT64.unpack(self._take(8))[0]
-            case 0xCC | 0xCD | 0xCE | 0xCF:
-                return self._unsigned(1 << (code - 0xCC))
-            case 0xD0 | 0xD1 | 0xD2 | 0xD3:
-                size = 1 << (code - 0xD0)
-                return _BIG_ENDIAN[size].unpack(self._take(size))[0]
-            case 0xD9 | 0xDA | 0xDB:
-                return self._text(self._unsigned(1 << (code - 0xD9)))
-            case 0xDC | 0xDD:
-                return self._list(self._unsigned(2 << (code - 0xDC)))
-            case 0xDE | 0xDF:
-                return self._map(self._unsigned(2 << (code - 0xDE)))
-            case 0xC1:
-                raise CodecError("byte 0xc1, which msgpack does not use")
-            case _:
-                raise CodecError("msgpack extension types and timestamps are not accepted")
+        if code == 0xC0:
+            return None
+        if code in (0xC2, 0xC3):
+            return code == 0xC3
+        if 0xC4 <= code <= 0xC6:
+            return self._take(self._unsigned(1 << (code - 0xC4)))
+        if code == 0xCA:
+            return _FLOAT32.unpack(self._take(4))[0]
+        if code == 0xCB:
+            return _FLOAT64.unpack(self._take(8))[0]
+        if 0xCC <= code <= 0xCF:
+            return self._unsigned(1 << (code - 0xCC))
+        if 0xD0 <= code <= 0xD3:
+            size = 1 << (code - 0xD0)
+            return _BIG_ENDIAN[size].unpack(self._take(size))[0]
+        if 0xD9 <= code <= 0xDB:
+            return self._text(self._unsigned(1 << (code - 0xD9)))
+        if 0xDC <= code <= 0xDD:
+            return self._list(self._unsigned(2 << (code - 0xDC)))
+        if 0xDE <= code <= 0xDF:
+            return self._map(self._unsigned(2 << (code - 0xDE)))
+        if code == 0xC1:
+            raise CodecError("byte 0xc1, which msgpack does not use")
+        raise CodecError("msgpack extension types and timestamps are not accepted")
 
     def _map(self, count: int) -> object:
         self._enter(count, 2 * count)

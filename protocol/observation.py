@@ -1,5 +1,7 @@
 """A robot's observation as clients send it: which cameras they mean, what an image and a joint state may look like."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 

@@ -1,10 +1,12 @@
 """What one kind of robot's requests hold: which cameras under which keys, which numbers."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Camera:
     """A camera by the server's name for it.
 
@@ -20,7 +22,7 @@ class Camera:
     one_of: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StateVector:
     """`size` numbers under `key`. meaning: what they are, in words ("joint angles")."""
 

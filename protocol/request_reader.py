@@ -1,5 +1,7 @@
 """From the frames of one connection to its requests: decoded and validated, and quickly where they repeat."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from protocol.codec import Decoder, Limits
