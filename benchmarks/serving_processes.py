@@ -36,6 +36,9 @@ def observation(frames: int = 4, seed: int = 0) -> dict[str, object]:
 class Chunk:
     actions: np.ndarray
     seconds: dict[str, float]
+    window: str = "continued"
+    call: int = 1
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.checkpoint.opening import Checkpoint
 from engine.embodiment import Embodiment, Observation
 from engine.rollout import Rollout
-from engine.session import BUFFERED_FRAMES, Session
+from engine.session import BUFFERED_FRAMES, Session, Window
 from engine.transforms import Transforms
 from kv_cache.cache import KVCache, KVReport
 
@@ -21,14 +21,23 @@ class Chunk:
     """The answer to an observation.
 
     actions: (horizon, action size) float32. seconds: of inference, by phase.
-    video_latents: what the model thinks will be seen, (C, F, H, W) float32 on the device. restarted: whether the window
-    started again; the first latent frame is then the image that was observed.
+    video_latents: what the model thinks will be seen, (C, F, H, W) float32 on the device. window: whether this call
+    went on with the session's window or began one; the first latent frame is then the image that was observed.
+    call: its number in the session, from 1. warnings: what is wrong with the observation although it was used, a
+    sentence each.
     """
 
     actions: np.ndarray
     seconds: dict[str, float]
     video_latents: Tensor
-    restarted: bool
+    window: Window
+    call: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def begins_window(self) -> bool:
+        """Whether the session's window began with this call."""
+        return self.window is not Window.CONTINUED
 
 
 @dataclass(frozen=True)
@@ -61,13 +70,19 @@ class Policy:
         newest = {view: frames[-BUFFERED_FRAMES:] for view, frames in observation.views.items()}
         frames = self._transforms.stitch(newest)
         state = self._transforms.normalize_state(observation.state)
-        tokens, mask = self._rollout.tokenize(self._transforms.embodiment.prompt_text(observation.prompt))
+        text = self._transforms.embodiment.prompt_text(observation.prompt)
+        tokens, mask = self._rollout.tokenize(text)
+        warnings = self._transforms.state_warnings(observation.state)
+        if mask.all() and self._rollout.is_too_long(text):
+            warnings.append(f"prompt: the model reads {len(mask)} tokens, the end of this one is cut off")
         if session_id not in self._sessions:
             self._sessions[session_id] = Session(self._cache.session(session_id))
-        prediction = self._rollout.call(self._sessions[session_id], frames, tokens, mask, state)
+        session = self._sessions[session_id]
+        prediction = self._rollout.call(session, frames, tokens, mask, state)
         actions = self._transforms.actions(prediction.action_latents, observation.state)
-        restarted = prediction.video_latents.shape[1] > self._rollout.config.dit.num_frame_per_block
-        return Chunk(actions, prediction.seconds, prediction.video_latents, restarted)
+        return Chunk(
+            actions, prediction.seconds, prediction.video_latents, prediction.window, session.calls, tuple(warnings)
+        )
 
     def decode(self, latents: list[Tensor]) -> Iterator[np.ndarray]:
         """Video of the latents of a window's calls, piece by piece: frames (1, h, w, 3), then (4, h, w, 3), uint8.

@@ -108,7 +108,7 @@ class Recorder:
             log.warning("recordings fill their memory: that of %s ends after %d calls", episode.name, calls)
             return
         episode.held += size
-        if chunk.restarted or not episode.windows:
+        if chunk.begins_window or not episode.windows:
             episode.windows.append(_Window())
         window = episode.windows[-1]
         known = window.frames if window.latents else 1  # at a restart the first frame is what the robot saw

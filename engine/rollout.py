@@ -16,10 +16,10 @@ from engine.execution import CudaRecorder, DirectExecution, Execution, RecordedE
 from engine.frames import FrameEncoder
 from engine.model import Model
 from engine.rope import Rope, Rotation
-from engine.session import Session
+from engine.session import Session, Window
 from engine.solver import FlowSolver, flow_sigmas, flow_timesteps
 from engine.step_cache import StepCacheSettings
-from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, tokenize
+from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, is_too_long, tokenize
 from engine.vae import decode_video
 from kv_cache.attention import AttentionPlan
 from kv_cache.cache import KVCache
@@ -61,13 +61,14 @@ class Prediction:
     """The outcome of a call.
 
     video_latents: (C, F, H, W) float32, the image latent in front at a restart. action_latents: (24, 32) float32.
-    dit_forwards: forwards of the DiT, both branches counted. seconds: time by phase.
+    dit_forwards: forwards of the DiT, both branches counted. seconds: time by phase. window: what became of it.
     """
 
     video_latents: Tensor
     action_latents: Tensor
     dit_forwards: int
     seconds: dict[str, float]
+    window: Window
 
 
 class Rollout:
@@ -132,6 +133,10 @@ class Rollout:
         """Token ids and mask, each (text_len,) int64."""
         return tokenize(self._tokenizer, text, self.config.dit.text_len)
 
+    def is_too_long(self, text: str) -> bool:
+        """Whether `tokenize` cuts the text's end off."""
+        return is_too_long(self._tokenizer, text, self.config.dit.text_len)
+
     def noise(self, session: Session) -> Noise:
         """The noise of a session's next call, from two generators with one seed, drawn in bfloat16."""
         config = self.config
@@ -161,15 +166,14 @@ class Rollout:
         """
         clock = _PhaseClock(self.device)
         forwards = 0
+        prompt = _prompt_key(tokens)
+        window = self._window(session, prompt)
         seen_before = (session.frames.copy(), session.called)
         seen = session.see(frames)
-        prompt = _prompt_key(tokens)
-        if prompt != session.prompt or session.kv.resident_frames == 0:
-            session.start_frame = 0
-        if self._cache.policy.restarts(session.start_frame):
-            session.start_frame = 0
         session.prompt = prompt
-        restart = session.start_frame == 0
+        restart = window is not Window.CONTINUED
+        if restart:
+            session.start_frame = 0
         try:
             with self._cache.call(session.kv):
                 with clock.phase("encode"):
@@ -192,7 +196,7 @@ class Rollout:
             raise
         session.start_frame += self.config.dit.num_frame_per_block
         session.calls += 1
-        return Prediction(video[0], action[0], forwards, clock.seconds)
+        return Prediction(video[0], action[0], forwards, clock.seconds, window)
 
     def decode(self, latents: Tensor) -> Iterator[np.ndarray]:
         """Video of a window's latents (C, F, H, W): frames (1, h, w, 3) uint8, then (4, h, w, 3) for each latent more.
@@ -202,6 +206,18 @@ class Rollout:
         for piece in decode_video(self._model.vae, latents[None].to(self.device)):
             pixels = ((piece[0].float() + 1) * 127.5).round().to(torch.uint8)
             yield pixels.permute(1, 2, 3, 0).cpu().numpy()
+
+    def _window(self, session: Session, prompt: bytes) -> Window:
+        """Whether the session's next call, with this prompt, goes on with its window, or why it begins one."""
+        if not session.called:
+            return Window.NEW
+        if prompt != session.prompt:
+            return Window.PROMPT
+        if session.start_frame == 0:
+            return Window.FAILED
+        if session.kv.resident_frames == 0:
+            return Window.EVICTED
+        return Window.BOUNDARY if self._cache.policy.restarts(session.start_frame) else Window.CONTINUED
 
     def _start_window(self, session: Session, image: Tensor) -> Tensor:
         """Image conditioning and image K/V of a new window; returns the image latent (1, C, 1, H, W)."""

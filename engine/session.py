@@ -3,12 +3,24 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from torch import Tensor
 
 from kv_cache.cache import SessionKV
 
 BUFFERED_FRAMES = 4
+
+
+class Window(StrEnum):
+    """What a call did with its session's window: went on with it, or began one, and why."""
+
+    CONTINUED = "continued"
+    NEW = "new"  # the session's first call
+    PROMPT = "prompt"  # another task than at the call before
+    BOUNDARY = "boundary"  # the window was full
+    EVICTED = "evicted"  # its K/V were given to another session
+    FAILED = "failed"  # the call before did not come to its end
 
 
 @dataclass

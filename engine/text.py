@@ -38,6 +38,11 @@ def tokenize(tokenizer: Tokenizer, text: str, length: int) -> tuple[Tensor, Tens
     return torch.tensor(encoded["input_ids"]), torch.tensor(encoded["attention_mask"])
 
 
+def is_too_long(tokenizer: Tokenizer, text: str, length: int) -> bool:
+    """Whether `tokenize` cuts the text's end off."""
+    return bool(tokenize(tokenizer, text, length + 1)[1].all())
+
+
 def build_text_encoder(config: TextConfig) -> UMT5EncoderModel:
     """A UMT5 encoder of the given sizes, weights not set."""
     return UMT5EncoderModel(

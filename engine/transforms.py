@@ -57,6 +57,29 @@ class Transforms:
         scaled = torch.where(low == high, x, 2 * (x - low) / torch.where(low == high, 1.0, high - low) - 1)
         return pad(scaled.clamp(-1, 1), (0, self._state_width - x.numel()))
 
+    def state_warnings(self, state: Mapping[str, np.ndarray]) -> list[str]:
+        """One sentence for each state vector that lies far from what the statistics know: degrees for radians, say.
+
+        Far is more than half the width of a number's range outside of it. `normalize_state` takes such a number for the
+        range's end.
+        """
+        warnings, start = [], 0
+        for vector in self.embodiment.state:
+            low, high = (
+                bound[start : start + vector.size].double().numpy() for bound in (self._state.q01, self._state.q99)
+            )
+            start += vector.size
+            values = state[vector.name]
+            slack = (high - low) / 2
+            far = np.flatnonzero((slack > 0) & ((values < low - slack) | (values > high + slack)))
+            if far.size:
+                index = far[0]
+                warnings.append(
+                    f"{vector.key}[{index}] is {values[index]:.4g}, far outside the {low[index]:.4g} to "
+                    f"{high[index]:.4g} of the checkpoint's training: are its units right?"
+                )
+        return warnings
+
     def actions(self, latents: Tensor, state: Mapping[str, np.ndarray]) -> np.ndarray:
         """Action latents (horizon, max_action_dim) to the robot's own numbers, (horizon, action_size) float32.
 

@@ -14,6 +14,7 @@ from engine.embodiment import Observation
 from engine.loading import build_cache, load_policy, require_memory
 from engine.model import build_model, weight_bytes
 from engine.policy import Policy
+from engine.rollout import Rollout
 from engine.settings import EngineSettings
 from engine.trial import trial_calls
 from kv_cache.sizing import NotEnoughMemory
@@ -75,6 +76,52 @@ def test_running_out_of_memory_can_be_helped_by_idle_sessions(policy: Policy) ->
     assert policy.stats().blocks_used == 0
     assert policy.stats().evictions == 1
     assert policy.infer("a", four_frames()).actions.shape == (24, 8)
+
+
+def test_a_chunk_says_why_its_window_began(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(observation: Observation) -> tuple[str, int]:
+        chunk = policy.infer("a", observation)
+        return str(chunk.window), chunk.call
+
+    other_task = replace(four_frames(), prompt="open the drawer")
+    assert [told(each) for each in (observation(), four_frames())] == [("new", 1), ("continued", 2)]
+    assert [told(other_task) for _ in range(5)] == [
+        ("prompt", 3), ("continued", 4), ("continued", 5), ("continued", 6), ("boundary", 7),
+    ]  # fmt: skip
+    policy.free_caches()
+    assert told(other_task) == ("evicted", 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(Rollout, "_denoise", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            policy.infer("a", other_task)
+    assert told(other_task) == ("failed", 9)
+    policy.end_session("a")
+    assert told(other_task) == ("new", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, None),
+        ({"joint_position": np.array([0.5, -0.7, 0.1, -2.2, 0.0, 1.6, 0.4])}, None),
+        ({"joint_position": np.degrees([0.5, -0.7, 0.1, -2.2, 0.0, 1.6, 0.4])}, "joint_position[0] is 28.65"),
+        ({"joint_position": np.array([0.0, 0.0, 0.0, -1.0, 0.0, 1.0, 6.4])}, "joint_position[6] is 6.4"),
+        ({"gripper_position": np.array([85.0])}, "gripper_position[0] is 85"),
+    ],
+)
+def test_a_state_far_from_the_statistics_is_used_and_warned_of(
+    policy: Policy, changes: dict[str, np.ndarray], named: str | None
+) -> None:
+    seen = observation()
+    warnings = policy.infer("a", replace(seen, state=seen.state | changes)).warnings
+    assert len(warnings) == (named is not None)
+    assert named is None or named in warnings[0]
+
+
+def test_a_prompt_that_the_model_reads_in_part_is_warned_of(policy: Policy) -> None:
+    for letters, expected in ((1, False), (400, True)):
+        warnings = policy.infer("a", replace(observation(), prompt="a" * letters)).warnings
+        assert any("prompt" in warning for warning in warnings) == expected
 
 
 def test_what_is_served_is_said_in_json(policy: Policy) -> None:

@@ -17,6 +17,7 @@ from engine.loading import load_policy
 from engine.loop import EngineLoop
 from engine.policy import Chunk
 from engine.recording import Recorder
+from engine.session import Window
 from engine.settings import EngineSettings
 from engine.vae import build_vae, decode_video, encode_video
 from engine.video_file import VideoFile
@@ -150,7 +151,8 @@ class ScriptedPolicy:
         self._note(f"infer {session_id}")
         restarted = session_id not in self.sessions
         self.sessions.add(session_id)
-        return Chunk(np.zeros((24, 8), np.float32), {}, torch.zeros(16, 2 + restarted, 2, 4), restarted)
+        window = Window.NEW if restarted else Window.CONTINUED
+        return Chunk(np.zeros((24, 8), np.float32), {}, torch.zeros(16, 2 + restarted, 2, 4), window, 1)
 
     def end_session(self, session_id: str) -> None:
         self.events.append(f"end {session_id}")

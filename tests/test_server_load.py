@@ -16,6 +16,7 @@ from websockets.frames import Frame, Opcode
 from engine.embodiment import Observation
 from engine.loop import TimedChunk
 from engine.policy import Chunk
+from engine.session import Window
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings
 from tests.serving import SECONDS, Gate, Robot, get, observation, serving, until, wire
@@ -132,7 +133,7 @@ class BigAnswers:
     """Replies too large for the buffers between server and robot; no model is needed to fill them."""
 
     def infer(self, session_id: str, each: Observation) -> Chunk:
-        return Chunk(np.zeros((2**20, 8), np.float32), {}, torch.zeros(16, 2, 8, 16), restarted=False)
+        return Chunk(np.zeros((2**20, 8), np.float32), {}, torch.zeros(16, 2, 8, 16), Window.CONTINUED, 1)
 
     def end_session(self, session_id: str) -> None: ...
 

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from engine.loading import PolicyLoadError, load_policy
 from engine.policy import Chunk, Policy
+from engine.session import Window
 from engine.settings import EngineSettings
 from engine.warmup import warm_up
 from tests.checkpoints import observation
@@ -52,7 +53,7 @@ def test_warm_up_walks_the_window_and_leaves_no_trace(
 
     def watched(*args: object) -> Chunk:
         chunk = infer(*args)
-        restarted.append(chunk.restarted)
+        restarted.append(chunk.begins_window)
         return chunk
 
     monkeypatch.setattr(Policy, "infer", watched)
@@ -74,7 +75,7 @@ def test_warm_up_walks_the_window_and_leaves_no_trace(
 
 def chunk(**seconds: float) -> Chunk:
     """The answer of a call that took so long."""
-    return Chunk(np.zeros((24, 8), np.float32), seconds, torch.zeros(0), restarted=False)
+    return Chunk(np.zeros((24, 8), np.float32), seconds, torch.zeros(0), Window.CONTINUED, 1)
 
 
 @pytest.fixture
