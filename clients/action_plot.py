@@ -1,5 +1,7 @@
 """A picture of a replay's actions."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ def plot_actions(actions: np.ndarray, title: str, path: Path) -> None:
         colour = _JOINT_COLOUR if dimension < 7 else _GRIPPER_COLOUR
         for start in seconds[:, 0]:
             panel.axvline(start, color=_FAINT, linewidth=0.7, zorder=0)
-        for chunk_seconds, chunk in zip(seconds, actions[:, :, dimension], strict=True):
+        for chunk_seconds, chunk in zip(seconds, actions[:, :, dimension]):
             panel.plot(chunk_seconds, chunk, color=colour, linewidth=1.1, solid_capstyle="round")
             panel.plot(chunk_seconds[0], chunk[0], marker="o", markersize=2.4, color=colour)
         panel.set_title(NAMES[dimension], loc="left", fontsize=10, fontweight="bold", color=_INK, pad=3)

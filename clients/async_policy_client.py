@@ -1,13 +1,18 @@
 """The asyncio policy client."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.protocol import State
 
 from clients.conversation import IO_ERRORS, Close, Conversation, Exchange, IsOpen, Open, Pause, Result, Step, Steps
+
+if TYPE_CHECKING:
+    from typing import Self  # not in Python 3.9
 
 
 class AsyncPolicyClient:
@@ -29,7 +34,8 @@ class AsyncPolicyClient:
     ) -> None:
         self._conversation = Conversation(host, port, api_key, resend, connect_timeout)
         self._connection: ClientConnection | None = None
-        self._turn = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turn: asyncio.Lock
 
     async def get_server_metadata(self) -> dict[str, Any]:
         """The server's handshake: six keys (protocol.handshake). Raises ConnectFailed."""
@@ -47,7 +53,7 @@ class AsyncPolicyClient:
 
     async def close(self) -> None:
         """Close the connection. A later call would open a new one."""
-        async with self._turn:
+        async with self._turn_here():
             await self._close()
 
     async def __aenter__(self) -> Self:
@@ -58,7 +64,7 @@ class AsyncPolicyClient:
         await self.close()
 
     async def _run(self, steps: Steps[Result]) -> Result:
-        async with self._turn:
+        async with self._turn_here():
             try:
                 step = next(steps)
                 while True:
@@ -71,18 +77,25 @@ class AsyncPolicyClient:
             except StopIteration as stop:
                 return stop.value
 
+    def _turn_here(self) -> asyncio.Lock:
+        """The lock by which calls take turns. It belongs to one event loop, as the connection does: both are new in
+        another."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._turn, self._connection = loop, asyncio.Lock(), None
+        return self._turn
+
     async def _do(self, step: Step) -> object:
-        match step:
-            case Open(seconds):
-                return await self._open(seconds)
-            case IsOpen():
-                return self._connection is not None and self._connection.protocol.state is State.OPEN
-            case Exchange(frame):
-                return await self._exchange(frame)
-            case Pause(seconds):
-                await asyncio.sleep(seconds)
-            case Close():
-                await self._close()
+        if isinstance(step, Open):
+            return await self._open(step.seconds)
+        if isinstance(step, IsOpen):
+            return self._connection is not None and self._connection.protocol.state is State.OPEN
+        if isinstance(step, Exchange):
+            return await self._exchange(step.frame)
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+        elif isinstance(step, Close):
+            await self._close()
         return None
 
     async def _open(self, seconds: float) -> bytes | str:
@@ -95,8 +108,7 @@ class AsyncPolicyClient:
             open_timeout=seconds,
         )
         try:
-            async with asyncio.timeout(seconds):
-                return await self._connection.recv()
+            return await asyncio.wait_for(self._connection.recv(), seconds)
         except BaseException:
             self._drop()
             raise

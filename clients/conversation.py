@@ -5,6 +5,9 @@ the outcome back in, or throws in the exception that the I/O raised; the generat
 one text serves the blocking client and the asyncio one.
 """
 
+from __future__ import annotations
+
+import asyncio
 import logging
 import math
 import socket
@@ -12,7 +15,7 @@ import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus, InvalidURI, WebSocketException
 from websockets.uri import parse_uri
@@ -23,7 +26,11 @@ from protocol.messages import RESET_REPLY
 
 logger = logging.getLogger("clients")
 
-IO_ERRORS = (OSError, WebSocketException)
+IO_ERRORS = (
+    OSError,
+    WebSocketException,
+    asyncio.TimeoutError,
+)  # a TimeoutError, and so an OSError, from Python 3.11 on
 """What a step's I/O may raise into the generator; anything else is not for it to handle."""
 
 _ATTEMPT_SECONDS = 10.0
@@ -63,7 +70,7 @@ class Close:
     """Close the connection, if there is one."""
 
 
-Step = Open | IsOpen | Exchange | Pause | Close
+Step = Union[Open, IsOpen, Exchange, Pause, Close]
 Result = TypeVar("Result")
 Steps = Generator[Step, Any, Result]
 
@@ -168,30 +175,26 @@ def _map_in(frame: bytes | str) -> dict[str, Any]:
 
 def _may_pass(error: Exception) -> bool:
     """Whether connecting later may succeed: the server is not up yet, or still loading."""
-    match error:
-        case socket.gaierror() | ssl.SSLError():
-            return False
-        case OSError():
-            return True
-        case InvalidStatus():
-            return error.response.status_code == 503
-        case InvalidMessage():
-            return isinstance(error.__cause__, EOFError)
-        case ConnectionClosed():
-            return error.rcvd is None or error.rcvd.code in _COMES_BACK
-        case _:
-            return False
+    if isinstance(error, (socket.gaierror, ssl.SSLError)):
+        return False
+    if isinstance(error, (OSError, asyncio.TimeoutError)):
+        return True
+    if isinstance(error, InvalidStatus):
+        return error.response.status_code == 503
+    if isinstance(error, InvalidMessage):
+        return isinstance(error.__cause__, EOFError)
+    if isinstance(error, ConnectionClosed):
+        return error.rcvd is None or error.rcvd.code in _COMES_BACK
+    return False
 
 
 def _reason(error: Exception) -> str:
-    match error:
-        case InvalidStatus():
-            body = error.response.body.decode("utf-8", "replace").strip() if error.response.body else ""
-            return f"HTTP {error.response.status_code} {error.response.reason_phrase} {body[:200]}".strip()
-        case ConnectionRefusedError():
-            return "connection refused"
-        case _:
-            return str(error) or type(error).__name__
+    if isinstance(error, InvalidStatus):
+        body = error.response.body.decode("utf-8", "replace").strip() if error.response.body else ""
+        return f"HTTP {error.response.status_code} {error.response.reason_phrase} {body[:200]}".strip()
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    return str(error) or type(error).__name__
 
 
 def _retry_delays() -> Iterator[float]:

@@ -1,16 +1,21 @@
 """The blocking policy client."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from socket import SHUT_RDWR
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from websockets.protocol import State
 from websockets.sync.client import ClientConnection, connect
 
 from clients.conversation import IO_ERRORS, Close, Conversation, Exchange, IsOpen, Open, Pause, Result, Step, Steps
+
+if TYPE_CHECKING:
+    from typing import Self  # not in Python 3.9
 
 
 class PolicyClient:
@@ -87,17 +92,16 @@ class PolicyClient:
                 return stop.value
 
     def _do(self, step: Step) -> object:
-        match step:
-            case Open(seconds):
-                return self._open(seconds)
-            case IsOpen():
-                return self._connection is not None and self._connection.protocol.state is State.OPEN
-            case Exchange(frame):
-                return self._exchange(frame)
-            case Pause(seconds):
-                time.sleep(seconds)
-            case Close():
-                self._close()
+        if isinstance(step, Open):
+            return self._open(step.seconds)
+        if isinstance(step, IsOpen):
+            return self._connection is not None and self._connection.protocol.state is State.OPEN
+        if isinstance(step, Exchange):
+            return self._exchange(step.frame)
+        if isinstance(step, Pause):
+            time.sleep(step.seconds)
+        elif isinstance(step, Close):
+            self._close()
         return None
 
     def _open(self, seconds: float) -> bytes | str:

@@ -1,5 +1,7 @@
 """python -m clients.replay: send an episode to a policy server, call by call, and keep what comes back."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import logging
