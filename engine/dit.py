@@ -369,17 +369,23 @@ def as_batch(branches: list[Tensor]) -> Tensor:
     return branches[0] if len(branches) == 1 else torch.cat(branches)
 
 
+def _rows_of_tokens(rows: Tensor, tokens: int, video_tokens: int) -> Tensor:
+    """Row 0 of rows (n, D) for the video tokens, row 1 for the register's: (tokens, D), or (1, D) where n is 1.
+
+    Chosen token by token and not by cutting x in two, so that a compiler fuses the choice into what uses it.
+    """
+    if rows.shape[0] == 1:
+        return rows
+    is_video = torch.arange(tokens, device=rows.device)[:, None] < video_tokens
+    return torch.where(is_video, rows[0], rows[1])
+
+
 def _shift_scale(x: Tensor, shift: Tensor, scale: Tensor, video_tokens: int) -> Tensor:
-    """x (B, L, D) scaled and shifted by row 0 for the video tokens and row 1 for the register's."""
-    video = torch.addcmul(shift[0], x[:, :video_tokens], 1 + scale[0])
-    if shift.shape[0] == 1:
-        return video
-    return torch.cat([video, torch.addcmul(shift[1], x[:, video_tokens:], 1 + scale[1])], dim=1)
+    """x (B, L, D) scaled and shifted, by rows as in `_rows_of_tokens`."""
+    shift, scale = (_rows_of_tokens(rows, x.shape[1], video_tokens) for rows in (shift, 1 + scale))
+    return torch.addcmul(shift, x, scale)
 
 
 def _add_gated(x: Tensor, y: Tensor, gate: Tensor, video_tokens: int) -> Tensor:
-    """x + gate * y, both (B, L, D), gated by row 0 for the video tokens and row 1 for the register's."""
-    video = torch.addcmul(x[:, :video_tokens], y[:, :video_tokens], gate[0])
-    if gate.shape[0] == 1:
-        return video
-    return torch.cat([video, torch.addcmul(x[:, video_tokens:], y[:, video_tokens:], gate[1])], dim=1)
+    """x + gate * y, both (B, L, D), gated by rows as in `_rows_of_tokens`."""
+    return torch.addcmul(x, y, _rows_of_tokens(gate, x.shape[1], video_tokens))

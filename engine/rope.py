@@ -58,7 +58,8 @@ class Rope:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of every head of x (1, L, heads, head_dim), in float32; returns x's dtype."""
+    """Rotate the pairs (2i, 2i + 1) of every head of x (B, L, heads, head_dim), in float32; returns x's dtype."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = (even * rotation.cos - odd * rotation.sin, even * rotation.sin + odd * rotation.cos)
-    return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
+    # Cast before they are joined: where this is compiled, what is joined is written to memory.
+    return torch.stack([part.to(x.dtype) for part in turned], dim=-1).flatten(-2)
