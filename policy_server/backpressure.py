@@ -4,15 +4,14 @@ import asyncio
 import logging
 from typing import Any
 
-from websockets.asyncio.server import ServerConnection
-
+from policy_server.http_connection import HttpConnection
 from policy_server.logs import log_event
 from policy_server.waiting_room import WaitingRoom
 
 log = logging.getLogger(__name__)
 
 
-class BoundedConnection(ServerConnection):
+class BoundedConnection(HttpConnection):
     """A connection that begins in a waiting room, and is aborted when what was written to it stays unread.
 
     write_timeout: seconds that it may stay so. That covers what the library writes by itself, too: answers to pings

@@ -2,6 +2,7 @@
 
 import hmac
 import json
+import re
 from collections.abc import Callable
 from email.utils import formatdate
 from http import HTTPStatus
@@ -10,7 +11,9 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 _OPEN_PATHS = ("/healthz", "/readyz")
+_METHODS = "GET, HEAD, OPTIONS"
 _RETRY_AFTER_SECONDS = "5"
+_SCHEME_AND_HOST = re.compile(r"^https?://[^/?]*", re.IGNORECASE)  # what proxies put before a path
 
 
 class Door:
@@ -37,17 +40,35 @@ class Door:
 
     def answer(self, request: Request) -> Response | None:
         """The response to a request, or None for a WebSocket that may open."""
-        path = request.path.partition("?")[0]
-        wants_websocket = any(value.lower() == "websocket" for value in request.headers.get_all("Upgrade"))
-        if not wants_websocket and request.method != "GET":
-            return _respond(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is answered here.\n", Allow="GET")
-        if not self._admits(request) and (wants_websocket or path not in _OPEN_PATHS):
-            text = 'This server wants the header "Authorization: Api-Key ..." with its key.\n'
-            return _respond(HTTPStatus.UNAUTHORIZED, text, WWW_Authenticate="Api-Key")
-        if wants_websocket:
-            # On any path: a client may come through a proxy, or be written for a server that has one.
-            reason = self._refuses()
-            return None if reason is None else _unavailable(reason)
+        path = _SCHEME_AND_HOST.sub("", request.path).partition("?")[0]
+        match request.method:
+            case "GET" if any(value.lower() == "websocket" for value in request.headers.get_all("Upgrade")):
+                return self._answer_robot(request)
+            case "GET":
+                return self._answer_get(request, path)
+            case "HEAD":
+                response = self._answer_get(request, path)
+                response.body = b""  # its length stays in the headers
+                return response
+            case "OPTIONS":
+                # What HAProxy's `option httpchk /readyz` sends: it wants to know what GET would say.
+                reason = self._not_ready() if path == "/readyz" else None
+                return _respond(HTTPStatus.OK, "", Allow=_METHODS) if reason is None else _unavailable(reason)
+        return _respond(HTTPStatus.METHOD_NOT_ALLOWED, f"Answered are {_METHODS}.\n", Allow=_METHODS)
+
+    def _answer_robot(self, request: Request) -> Response | None:
+        if not self._admits(request):
+            return _unauthorized()
+        # On any path: a client may come through a proxy, or be written for a server that has one.
+        reason = self._refuses()
+        return None if reason is None else _unavailable(reason)
+
+    def _answer_get(self, request: Request, path: str) -> Response:
+        if path not in _OPEN_PATHS and not self._admits(request):
+            return _unauthorized()
+        if "Sec-WebSocket-Key" in request.headers:
+            text = "This was a WebSocket's handshake until a proxy dropped its Upgrade header. See docs/lab.md.\n"
+            return _respond(HTTPStatus.UPGRADE_REQUIRED, text, Upgrade="websocket")
         match path:
             case "/healthz":
                 return _respond(HTTPStatus.OK, "OK\n")
@@ -68,6 +89,11 @@ class Door:
         given = request.headers.get_all("Authorization")
         expected = f"Api-Key {self._api_key}"
         return len(given) == 1 and hmac.compare_digest(given[0].encode(), expected.encode())
+
+
+def _unauthorized() -> Response:
+    text = 'This server wants the header "Authorization: Api-Key ..." with its key.\n'
+    return _respond(HTTPStatus.UNAUTHORIZED, text, WWW_Authenticate="Api-Key")
 
 
 def _unavailable(reason: str) -> Response:

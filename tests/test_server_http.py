@@ -2,21 +2,15 @@
 
 import asyncio
 import contextlib
-import datetime
 import json
 import logging
 import ssl
 import threading
 from collections.abc import Callable
-from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import InvalidStatus
@@ -26,6 +20,7 @@ from engine.policy import Policy
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError
 from protocol.handshake import HANDSHAKE
+from tests.certificates import self_signed
 from tests.serving import SECONDS, Robot, get, observation, serving, tiny_policy, until
 
 
@@ -235,24 +230,7 @@ async def test_the_real_openpi_client_gets_in_with_its_key() -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "robot server")])
-    now = datetime.datetime.now(datetime.UTC)
-    signed = (
-        x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    cert_file, key_file = tmp_path / "cert.pem", tmp_path / "key.pem"
-    cert_file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    key_file.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return cert_file, key_file
+    return self_signed(tmp_path)
 
 
 async def test_tls_serves_wss_and_https(certificate: tuple[Path, Path]) -> None:
