@@ -12,6 +12,7 @@ from websockets.http11 import Request, Response
 
 _OPEN_PATHS = ("/healthz", "/readyz")
 _METHODS = "GET, HEAD, OPTIONS"
+_KEY_SCHEMES = ("api-key", "bearer")  # of openpi's clients, of RoboLab's
 _RETRY_AFTER_SECONDS = "5"
 _SCHEME_AND_HOST = re.compile(r"^https?://[^/?]*", re.IGNORECASE)  # what proxies put before a path
 
@@ -87,8 +88,10 @@ class Door:
         if self._api_key is None:
             return True
         given = request.headers.get_all("Authorization")
-        expected = f"Api-Key {self._api_key}"
-        return len(given) == 1 and hmac.compare_digest(given[0].encode(), expected.encode())
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(" ")
+        return scheme.lower() in _KEY_SCHEMES and hmac.compare_digest(key.encode(), self._api_key.encode())
 
 
 def _unauthorized() -> Response:

@@ -196,7 +196,8 @@ KEY = "a-key-of-some-length"
     [
         {},
         {"Authorization": "Api-Key wrong"},
-        {"Authorization": f"Bearer {KEY}"},
+        {"Authorization": f"Basic {KEY}"},
+        {"Authorization": "Bearer"},
         {"Authorization": KEY},
         {"Authorization": f"Api-Key {KEY} "[:-2]},
         {"Authorization": "Api-Key schl\u00fcssel"},
@@ -212,9 +213,11 @@ async def test_without_the_key_only_liveness_is_told(headers: dict[str, str]) ->
             assert refused.value.response.status_code == 401
 
 
-async def test_with_the_key_everything_is_open() -> None:
+@pytest.mark.parametrize("scheme", ["Api-Key", "Bearer", "bearer"])
+async def test_with_the_key_everything_is_open(scheme: str) -> None:
+    """openpi-client says Api-Key, RoboLab and Prometheus say Bearer."""
     async with serving(api_key=KEY) as (server, _):
-        header = {"Authorization": f"Api-Key {KEY}"}
+        header = {"Authorization": f"{scheme} {KEY}"}
         for path in ("/metrics", "/info"):
             assert (await get(server, path, **header))[0] == 200
         async with await Robot.connect(server, additional_headers=header):
