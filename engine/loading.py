@@ -245,17 +245,20 @@ def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _device(name: str) -> torch.device:
+    """With an index where it is a CUDA device: torch makes no device current that has none."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise _SettingError(f"device {name!r} is not a torch device; try auto, cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
         raise _SettingError(f"device {name!r} is not supported; try auto, cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if (device.index or 0) >= torch.cuda.device_count():
         raise _SettingError(f"device {name!r} asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
