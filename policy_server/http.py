@@ -41,7 +41,7 @@ class Door:
 
     def answer(self, request: Request) -> Response | None:
         """The response to a request, or None for a WebSocket that may open."""
-        path = _SCHEME_AND_HOST.sub("", request.path).partition("?")[0]
+        path = _path(request)
         match request.method:
             case "GET" if any(value.lower() == "websocket" for value in request.headers.get_all("Upgrade")):
                 return self._answer_robot(request)
@@ -92,6 +92,20 @@ class Door:
             return False
         scheme, _, key = given[0].partition(" ")
         return scheme.lower() in _KEY_SCHEMES and hmac.compare_digest(key.encode(), self._api_key.encode())
+
+
+def told_by_proxy(request: Request | None) -> dict[str, str]:
+    """What tells one robot behind a proxy from another, for the log; nothing vouches for it."""
+    if request is None:
+        return {}
+    fields = {"path": _path(request)}
+    if addresses := request.headers.get_all("X-Forwarded-For"):
+        fields["forwarded_for"] = ", ".join(addresses)
+    return fields
+
+
+def _path(request: Request) -> str:
+    return _SCHEME_AND_HOST.sub("", request.path).partition("?")[0]
 
 
 def _unauthorized() -> Response:

@@ -22,7 +22,7 @@ from engine.loop import EngineLoop, LoadPolicy
 from engine.recording import Recorder
 from policy_server.backpressure import BoundedConnection
 from policy_server.connection import Conversation, Host
-from policy_server.http import Door
+from policy_server.http import Door, told_by_proxy
 from policy_server.logs import log_event
 from policy_server.metrics import Metrics
 from policy_server.observations import handshake, observation_spec
@@ -231,7 +231,8 @@ class PolicyServer:
         self._waiting_room.leave(websocket)
         name = next(self._names)
         peer = websocket.remote_address
-        log_event(log, logging.INFO, "connection open", connection=name, peer=f"{peer[0]}:{peer[1]}" if peer else "")
+        fields = {"peer": f"{peer[0]}:{peer[1]}" if peer else ""} | told_by_proxy(websocket.request)
+        log_event(log, logging.INFO, "connection open", connection=name, **fields)
         conversation = self._conversations[name] = Conversation(websocket, name, self._host)
         try:
             await conversation.run()
