@@ -57,10 +57,10 @@ def forward_flops(config: ModelConfig, tokens: int, visible: int) -> Flops:
 
 
 def prefill_flops(config: ModelConfig, frames: int, visible_frames: int) -> Flops:
-    """Of making the K/V of `frames` frames resident in one branch; the last layer computes K and V alone."""
+    """Of making the K/V of `frames` frames resident in one branch; the last layer computes q, K and V alone."""
     dit = config.dit
     tokens, visible = frames * dit.frame_seqlen, visible_frames * dit.frame_seqlen
-    return _block_flops(config, tokens, visible) * (dit.num_layers - 1) + Flops(2 * tokens * 2 * dit.dim**2, 0)
+    return _block_flops(config, tokens, visible) * (dit.num_layers - 1) + Flops(2 * tokens * 3 * dit.dim**2, 0)
 
 
 def _block_flops(config: ModelConfig, tokens: int, visible: int) -> Flops:

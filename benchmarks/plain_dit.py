@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, relu, scaled_dot_product_attention, silu
+from torch.nn.functional import layer_norm, linear, relu, scaled_dot_product_attention, silu
 
 from engine.config import DitConfig
 from engine.model import Model
@@ -109,9 +109,11 @@ class PlainDiT:
     def _self_attention(
         self, attn: nn.Module, x: Tensor, turns: Tensor, kv: DenseKV, layer: int, registers: int, commit: bool
     ) -> Tensor:
-        q = _turn(self._heads(self._rms(attn.q(x), attn.norm_q)), turns)
-        k = _turn(self._heads(self._rms(attn.k(x), attn.norm_k)), turns)
-        k, v = kv.join(layer, k, self._heads(attn.v(x)), registers, commit)
+        weights, biases = attn.qkv.weight.chunk(3), attn.qkv.bias.chunk(3)
+        q, k, v = (linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        q = _turn(self._heads(self._rms(q, attn.norm_q)), turns)
+        k = _turn(self._heads(self._rms(k, attn.norm_k)), turns)
+        k, v = kv.join(layer, k, self._heads(v), registers, commit)
         return attn.o(_attend(q, k, v))
 
     def _cross_attention(self, attn: nn.Module, x: Tensor, text: Tensor, image: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The causal video-and-action diffusion transformer, inference only (spec section 3).
 
-Module names are the checkpoint's, so a state dict loads as it is. The order below is a forward's: embed the tokens,
-embed the time, run the blocks, read video and action off the last hidden state. A forward takes one or more guidance
-branches: they share tokens, time, rotation and image, and go through the linear layers as one batch (B below).
+Module names are the checkpoint's, but for self-attention's q, k and v, which are one layer here. The order below is a
+forward's: embed the tokens, embed the time, run the blocks, read video and action off the last hidden state. A forward
+takes one or more guidance branches: they share tokens, time, rotation and image, and go through the linear layers as
+one batch (B below).
 """
 
 from collections.abc import Callable, Iterator
@@ -141,25 +142,27 @@ class SelfAttention(nn.Module):
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
         dim = config.dim
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.qkv, self.o = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.norm_q, self.norm_k = (RMSNorm(dim, config.eps) for _ in range(2))
         self.heads = config.num_heads
 
     def forward(self, x: Tensor, layer: LayerContext) -> Tensor:
         """x (B, L, D) to (B, L, D); the K/V of each branch are written into its plan's slots."""
-        q = rotate(self._heads(self.norm_q(self.q(x))), layer.rotation)
-        k, v = self._keys_values(x, layer.rotation)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q = self._rotated(self.norm_q(q), layer)
+        k, v = self._rotated(self.norm_k(k), layer), self._heads(v)
         branches = zip(q.split(1), k.split(1), v.split(1), layer.plans, strict=True)
         return self.o(as_batch([layer.kv.attend(*branch) for branch in branches]).flatten(-2))
 
     def store(self, x: Tensor, layer: LayerContext) -> None:
         """Write the K/V of x (B, L, D) into the plans' slots, and no more."""
-        k, v = self._keys_values(x, layer.rotation)
+        _, k, v = self.qkv(x).chunk(3, dim=-1)
+        k, v = self._rotated(self.norm_k(k), layer), self._heads(v)
         for branch in zip(k.split(1), v.split(1), layer.plans, strict=True):
             layer.kv.store(*branch)
 
-    def _keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return rotate(self._heads(self.norm_k(self.k(x))), rotation), self._heads(self.v(x))
+    def _rotated(self, x: Tensor, layer: LayerContext) -> Tensor:
+        return rotate(self._heads(x), layer.rotation)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1))
@@ -185,8 +188,10 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, layer: LayerContext) -> Tensor:
         """x (B, L, D) to (B, L, D)."""
-        branches = zip(self._heads(self.norm_q(self.q(x))).split(1), layer.texts, strict=True)
-        return self.o(as_batch([_attend(q, *text) + _attend(q, *layer.image) for q, text in branches]))
+        q = self._heads(self.norm_q(self.q(x)))
+        text = as_batch([_attend(part, *kv) for part, kv in zip(q.split(1), layer.texts, strict=True)])
+        image = _attend(q.flatten(0, 1)[None], *layer.image)  # of all branches, which see the same one
+        return self.o(text + image.view_as(text))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1))

@@ -54,7 +54,8 @@ class DirectExecution:
         if compiled:
             # Each number of tokens, of branches, of pool blocks is a variant; the default of 8 is for mistakes.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
-            self._run = torch.compile(run_block, fullgraph=True, dynamic=False)
+            # Tokens are no multiple of 8, and to pad them for the products costs more than the products gain.
+            self._run = torch.compile(run_block, fullgraph=True, dynamic=False, options={"shape_padding": False})
 
     def prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> None:
         """As Execution."""

@@ -56,10 +56,19 @@ class Fp8Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs))
         self.register_buffer("scale", torch.empty(outputs))
 
-    def set_weight(self, weight: Tensor) -> None:
-        """Take a weight (out, in) of any floating dtype, finite, quantised on its device."""
-        values, self.scale = quantize_rows(weight)
-        self.weight = nn.Parameter(values, requires_grad=False)
+    def set_weight(self, weight: Tensor, part: int = 0, parts: int = 1) -> None:
+        """Take a weight (out / parts, in) of any floating dtype, finite, quantised on its device.
+
+        part: which of `parts` equal parts of the output channels it is for.
+        """
+        values, scale = quantize_rows(weight)
+        if self.weight.is_meta:
+            self.weight = nn.Parameter(
+                self.weight.new_empty(self.weight.shape, device=weight.device), requires_grad=False
+            )
+            self.scale = torch.empty_like(self.scale, device=weight.device)
+        self.weight.data.chunk(parts)[part].copy_(values)
+        self.scale.chunk(parts)[part].copy_(scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., L, in) to (..., L, out), in the dtype of x."""

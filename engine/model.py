@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from engine.checkpoint.error import CheckpointError
-from engine.checkpoint.names import CheckpointEntry, dit_entries, image_entries, text_entries, vae_entries
+from engine.checkpoint.names import CheckpointEntry, Entries, dit_entries, image_entries, text_entries, vae_entries
 from engine.config import ModelConfig
 from engine.dit import DiT
 from engine.fp8 import FP8, Fp8Linear, use_fp8
@@ -45,7 +45,7 @@ class Model:
     image_encoder: CLIPVisionModel
     vae: AutoencoderKLWan
 
-    def components(self) -> Iterator[tuple[nn.Module, dict[str, CheckpointEntry]]]:
+    def components(self) -> Iterator[tuple[nn.Module, Entries]]:
         """Each component with its parameters' names and where they stand in a checkpoint."""
         yield self.dit, dit_entries(self.dit)
         yield self.text_encoder, text_entries(self.text_encoder)
@@ -54,7 +54,7 @@ class Model:
 
     def entry_shapes(self) -> dict[str, tuple[int, ...]]:
         """All checkpoint entries that the model uses."""
-        return {entry.name: entry.shape for _, entries in self.components() for entry in entries.values()}
+        return {entry.name: entry.shape for _, entries in self.components() for _, entry in entries}
 
 
 def build_model(config: ModelConfig, fp8: bool = False) -> Model:
@@ -114,7 +114,7 @@ def load_model(
     model = build_model(config, fp8)
     places = defaultdict(list)
     for module, entries in model.components():
-        for name, entry in entries.items():
+        for name, entry in entries:
             places[entry.name].append((module, name, entry))
     for entry_name, tensor in weights.read(model.entry_shapes()):
         for module, name, entry in places[entry_name]:
@@ -136,20 +136,25 @@ def load_model(
 def _set_parameter(
     module: nn.Module, name: str, weights: Tensor, entry: CheckpointEntry, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether the weights are finite, on `device` in `dtype`; if so, they are the parameter's from now on."""
+    """Give a parameter, or its part, the entry's weights, on `device` in `dtype`. Returns whether they are finite."""
     owner = module.get_submodule(name.rpartition(".")[0])
     leaf = name.rpartition(".")[2]
-    part = weights.chunk(entry.chunks)[entry.chunk].reshape(getattr(owner, leaf).shape)
-    # What becomes float8 is rounded once, from the dtype that it comes in.
-    in_fp8 = owner if isinstance(owner, Fp8Linear) and leaf == "weight" else None
-    part = part.to(device, part.dtype if in_fp8 else dtype, copy=True, memory_format=torch.contiguous_format)
-    if not is_finite(part):
-        return False
-    if in_fp8:
-        in_fp8.set_weight(part)
-    else:
-        setattr(owner, leaf, nn.Parameter(part, requires_grad=False))
-    return True
+    parameter: Tensor = getattr(owner, leaf)
+    rows_shape = parameter.chunk(entry.parts)[entry.part].shape
+    weights = weights.chunk(entry.chunks)[entry.chunk].reshape(rows_shape)
+    if isinstance(owner, Fp8Linear) and leaf == "weight":
+        # What becomes float8 is rounded once, from the dtype that it comes in.
+        weights = weights.to(device, copy=True, memory_format=torch.contiguous_format)
+        finite = is_finite(weights)
+        if finite:
+            owner.set_weight(weights, entry.part, entry.parts)
+        return finite
+    if parameter.is_meta:
+        parameter = nn.Parameter(torch.empty(parameter.shape, device=device, dtype=dtype), requires_grad=False)
+        setattr(owner, leaf, parameter)
+    rows = parameter.data.chunk(entry.parts)[entry.part]
+    rows.copy_(weights)
+    return is_finite(rows)
 
 
 def is_finite(values: Tensor) -> bool:

@@ -119,6 +119,16 @@ def test_every_parameter_is_put_in_the_target_dtype_and_no_weight_is_kept_twice(
     assert sum(storages.values()) == 2 * sum(p.numel() for p in parameters)
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_three_entries_of_self_attention_are_one_parameter(tmp_path: Path, part: str) -> None:
+    checkpoint = open_checkpoint(str(sharded(tmp_path / "written")))
+    model = load_model(checkpoint.config, checkpoint.weights, torch.device("cpu"), torch.float32)
+    joined = model.dit.get_parameter(f"blocks.1.self_attn.qkv.{part}")
+    names = [f"action_head.model.blocks.1.self_attn.{entry}.{part}" for entry in "qkv"]
+    shapes = build_model(TINY).entry_shapes()
+    assert torch.equal(joined, torch.cat([synthetic_tensor(name, shapes[name]) for name in names]))
+
+
 def test_weights_come_shard_by_shard_in_the_order_they_lie_in(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(sharded(tmp_path / "written")))
     shapes = build_model(TINY).entry_shapes()

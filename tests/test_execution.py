@@ -133,7 +133,7 @@ def test_the_last_layer_of_a_prefill_computes_keys_and_values_alone() -> None:
     check_rollout(Golden(MASKED), engine)
     layers = range(len(engine.model.dit.blocks))
     for names in of_prefill:
-        assert [name for name in names if name.startswith(f"{layers[-1]}.")] == ["2.self_attn.k", "2.self_attn.v"]
+        assert [name for name in names if name.startswith(f"{layers[-1]}.")] == ["2.self_attn.qkv"]
         assert all(f"{index}.ffn.2" in names for index in layers[:-1])
     assert of_prefill
 

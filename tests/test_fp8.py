@@ -1,5 +1,6 @@
 """Linear layers in float8: the numbers, how they are loaded, what they do to the actions, what they cost in memory."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,7 +29,7 @@ TINY = parse_config(BUILTIN_CONFIGS["tiny"])
 DROID = parse_config({"action_head_cfg": {"config": {}}})
 GOLDEN = next(path for path in FILES if path.stem == "step_mask_8")
 LINEARS = (
-    [f"self_attn.{part}" for part in "qkvo"]
+    ["self_attn.qkv", "self_attn.o"]
     + [f"cross_attn.{part}" for part in ("q", "k", "v", "o", "k_img", "v_img")]
     + ["ffn.0", "ffn.2"]
 )
@@ -116,11 +117,16 @@ def test_the_linear_layers_of_the_blocks_are_those_in_float8() -> None:
 
 def test_weights_are_quantised_from_what_the_checkpoint_holds() -> None:
     model = load_model(TINY, SyntheticWeights(), CPU, torch.bfloat16, fp8=True)
-    for name in ("blocks.0.self_attn.q", "blocks.2.cross_attn.v_img", "blocks.1.ffn.2"):
+    for name, entries in (
+        ("blocks.0.self_attn.qkv", [f"blocks.0.self_attn.{part}" for part in "qkv"]),
+        ("blocks.2.cross_attn.v_img", ["blocks.2.cross_attn.v_img"]),
+        ("blocks.1.ffn.2", ["blocks.1.ffn.2"]),
+    ):
         made = model.dit.get_submodule(name)
         assert isinstance(made, Fp8Linear)
-        shape = tuple(made.weight.shape)
-        small, scale = quantize_rows(synthetic_tensor(f"action_head.model.{name}.weight", shape))
+        shape = (made.weight.shape[0] // len(entries), made.weight.shape[1])
+        weights = [synthetic_tensor(f"action_head.model.{entry}.weight", shape) for entry in entries]
+        small, scale = quantize_rows(torch.cat(weights))
         assert torch.equal(made.weight.float(), small.float())
         assert torch.equal(made.scale, scale)
         assert made.bias.dtype == torch.bfloat16
@@ -168,7 +174,7 @@ def test_no_two_weights_are_unquantised_at_once() -> None:
     sizes = weight_bytes(TINY, torch.float32, fp8=True)
     held = live.now
     assert 0 <= held - sizes.device - sizes.host < 4096, "the weights, and a table of positions"
-    largest = max(np.prod(shapes[f"action_head.model.blocks.0.{name}.weight"]) for name in LINEARS)
+    largest = max(math.prod(shape) for name, shape in shapes.items() if name.startswith("action_head.model.blocks."))
     working = 5 * 4 * largest  # the weight in float32 and what quantising it makes of it
     assert live.peak <= held + working
     assert sum(p.numel() for p in model.dit.blocks.parameters()) * 3 > 2 * working, "all of them would be seen"

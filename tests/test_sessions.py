@@ -138,7 +138,7 @@ class FailAt:
     def __init__(self, engine: Engine, layer: int, forward: int) -> None:
         self._left = forward
         self.branches = 0
-        self._handle = engine.model.dit.blocks[layer].self_attn.v.register_forward_hook(self._hook)
+        self._handle = engine.model.dit.blocks[layer].self_attn.qkv.register_forward_hook(self._hook)
 
     def _hook(self, module: object, inputs: object, values: torch.Tensor) -> None:
         self._left -= 1

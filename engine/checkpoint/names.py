@@ -23,15 +23,22 @@ UNUSED = frozenset(
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint entry and the part of it that a parameter takes.
+    """A checkpoint entry and what it is to a parameter.
 
-    shape: of the whole entry. chunk: which of `chunks` equal parts along dimension 0 the parameter is.
+    shape: of the whole entry. chunk: which of `chunks` equal parts of the entry along dimension 0 the parameter takes.
+    part: which of `parts` equal parts of the parameter along dimension 0 it is.
     """
 
     name: str
     shape: tuple[int, ...]
     chunk: int = 0
     chunks: int = 1
+    part: int = 0
+    parts: int = 1
+
+
+Entries = list[tuple[str, CheckpointEntry]]
+"""Parameters by name and the entries that they are made of; a parameter of several parts stands there several times."""
 
 
 Rules = list[tuple[str, str | Callable[[re.Match[str]], str]]]
@@ -94,38 +101,46 @@ _VAE48_LEVELS: Rules = [
 ]
 
 
-def dit_entries(dit: nn.Module) -> dict[str, CheckpointEntry]:
-    """The DiT's parameters are named as in the checkpoint."""
-    return {name: CheckpointEntry(DIT + name, tuple(p.shape)) for name, p in dit.named_parameters()}
+def dit_entries(dit: nn.Module) -> Entries:
+    """The DiT's parameters are named as in the checkpoint, but self-attention's q, k and v stand in one parameter."""
+    entries = []
+    for name, p in dit.named_parameters():
+        parts = "qkv" if ".self_attn.qkv." in name else [""]
+        shape = (p.shape[0] // len(parts), *p.shape[1:])
+        for index, part in enumerate(parts):
+            source = DIT + name.replace(".qkv.", f".{part}.")
+            entries.append((name, CheckpointEntry(source, shape, part=index, parts=len(parts))))
+    return entries
 
 
-def text_entries(encoder: nn.Module) -> dict[str, CheckpointEntry]:
+def text_entries(encoder: nn.Module) -> Entries:
     """Parameters of `transformers.UMT5EncoderModel`; its tied input embedding appears once."""
-    return {
-        name: CheckpointEntry(TEXT + _rename(name, _TEXT_RULES), tuple(p.shape))
+    return [
+        (name, CheckpointEntry(TEXT + _rename(name, _TEXT_RULES), tuple(p.shape)))
         for name, p in encoder.named_parameters()
-    }
+    ]
 
 
-def image_entries(encoder: nn.Module) -> dict[str, CheckpointEntry]:
+def image_entries(encoder: nn.Module) -> Entries:
     """Parameters of `transformers.CLIPVisionModel`; q, k and v stand in one entry."""
-    entries = {}
+    entries = []
     for name, p in encoder.named_parameters():
         shape = tuple(p.shape)
         source = IMAGE + _rename(name, _IMAGE_RULES)
         if part := re.search(r"self_attn\.([qkv])_proj\.", name):
-            entries[name] = CheckpointEntry(source, (3 * shape[0], *shape[1:]), "qkv".index(part[1]), 3)
+            entry = CheckpointEntry(source, (3 * shape[0], *shape[1:]), "qkv".index(part[1]), 3)
         elif "class_embedding" in name or "position_embedding" in name:
-            entries[name] = CheckpointEntry(source, (1, p.numel() // shape[-1], shape[-1]))
+            entry = CheckpointEntry(source, (1, p.numel() // shape[-1], shape[-1]))
         else:
-            entries[name] = CheckpointEntry(source, shape)
+            entry = CheckpointEntry(source, shape)
+        entries.append((name, entry))
     return entries
 
 
-def vae_entries(vae: nn.Module, wan22: bool) -> dict[str, CheckpointEntry]:
+def vae_entries(vae: nn.Module, wan22: bool) -> Entries:
     """Parameters of `diffusers.AutoencoderKLWan`, of either size."""
     rules = _VAE_RULES + (_VAE48_LEVELS if wan22 else _VAE16_LEVELS)
-    return {name: CheckpointEntry(VAE + _rename(name, rules), tuple(p.shape)) for name, p in vae.named_parameters()}
+    return [(name, CheckpointEntry(VAE + _rename(name, rules), tuple(p.shape))) for name, p in vae.named_parameters()]
 
 
 def _rename(name: str, rules: Rules) -> str:
