@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from socket import SHUT_RDWR
 from typing import TYPE_CHECKING, Any
 
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ProtocolError
 from websockets.protocol import State
 
-from clients.conversation import IO_ERRORS, Close, Conversation, Exchange, IsOpen, Open, Pause, Result, Step, Steps
+from clients.conversation import (
+    IO_ERRORS,
+    LARGEST_REPLY,
+    MOST_PIECES,
+    Conversation,
+    Deadline,
+    Drop,
+    Exchange,
+    IsOpen,
+    Open,
+    Pause,
+    Receive,
+    Result,
+    Step,
+    Steps,
+)
+from clients.forks import forget_in_children
 
 if TYPE_CHECKING:
     from typing import Self  # not in Python 3.9
 
 
 class AsyncPolicyClient:
-    """The asyncio twin of clients.PolicyClient: same parameters, same errors.
+    """The asyncio twin of clients.PolicyClient: same parameters, same errors, tasks for threads.
 
     The constructor raises ConnectFailed where host and port make no URL. The client connects on entering `async with`,
     or else at its first call. Calls made at once take turns. A call that is cancelled drops the connection, so that its
-    late reply cannot answer the next call, which connects again.
+    late reply cannot answer the next call, which connects again. So does a call in another event loop.
     """
 
     def __init__(
@@ -31,30 +51,41 @@ class AsyncPolicyClient:
         *,
         resend: bool = False,
         connect_timeout: float | None = None,
+        max_size: int = LARGEST_REPLY,
     ) -> None:
-        self._conversation = Conversation(host, port, api_key, resend, connect_timeout)
+        self._conversation = Conversation(host, port, api_key, resend, connect_timeout, max_size)
         self._connection: ClientConnection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn: asyncio.Lock
+        forget_in_children(self)
 
     async def get_server_metadata(self) -> dict[str, Any]:
         """The server's handshake: six keys (protocol.handshake). Raises ConnectFailed."""
         if not self._conversation.metadata:
-            await self._run(self._conversation.connect())
+            await self._run(self._conversation.connect(), Deadline(None))
         return self._conversation.metadata
 
-    async def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(self, obs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
         """As PolicyClient.infer."""
-        return await self._run(self._conversation.infer(obs))
+        call = Deadline(timeout)
+        return await self._run(self._conversation.infer(obs, asyncio.current_task(), call), call)
 
-    async def reset(self) -> None:
-        """As PolicyClient.reset."""
-        await self._run(self._conversation.reset())
+    async def reset(self, *, session_id: str | int | None = None, timeout: float | None = None) -> None:
+        """As PolicyClient.reset; without a name, the session that the calling task used last."""
+        call = Deadline(timeout)
+        await self._run(self._conversation.reset(session_id, asyncio.current_task(), call), call)
 
     async def close(self) -> None:
         """Close the connection. A later call would open a new one."""
         async with self._turn_here():
-            await self._close()
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                await connection.close()
+
+    def after_fork(self) -> None:
+        """Leave the connection to the parent process. Called in the child (clients.forks)."""
+        self._loop, self._connection = None, None
+        self._conversation.begin_anew()
 
     async def __aenter__(self) -> Self:
         await self.get_server_metadata()
@@ -63,72 +94,85 @@ class AsyncPolicyClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _run(self, steps: Steps[Result]) -> Result:
-        async with self._turn_here():
-            try:
-                step = next(steps)
-                while True:
-                    try:
-                        outcome = await self._do(step)
-                    except IO_ERRORS as error:
-                        step = steps.throw(error)
-                    else:
-                        step = steps.send(outcome)
-            except StopIteration as stop:
-                return stop.value
+    async def _run(self, steps: Steps[Result], call: Deadline) -> Result:
+        turn = self._turn_here()
+        try:
+            await _within(call.left(), turn.acquire())
+        except TimeoutError:
+            raise self._conversation.no_turn(call) from None
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = await self._do(step)
+                except IO_ERRORS as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            turn.release()
 
     def _turn_here(self) -> asyncio.Lock:
-        """The lock by which calls take turns. It belongs to one event loop, as the connection does: both are new in
-        another."""
+        """The lock by which calls take turns; like the connection it is of one event loop, and new in another."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
+            if self._connection is not None:
+                with suppress(OSError):  # the transport's own end would need its loop, which may be closed
+                    self._connection.transport.get_extra_info("socket").shutdown(SHUT_RDWR)
             self._loop, self._turn, self._connection = loop, asyncio.Lock(), None
         return self._turn
 
     async def _do(self, step: Step) -> object:
         if isinstance(step, Open):
-            return await self._open(step.seconds)
-        if isinstance(step, IsOpen):
+            self._drop()
+            opening = connect(step.url, open_timeout=step.seconds, **step.options)
+            self._connection = await _within(math.inf, opening.__aenter__())
+        elif isinstance(step, IsOpen):
             return self._connection is not None and self._connection.protocol.state is State.OPEN
-        if isinstance(step, Exchange):
-            return await self._exchange(step.frame)
-        if isinstance(step, Pause):
+        elif isinstance(step, Receive):
+            return await self._exchange(None, step.seconds)
+        elif isinstance(step, Exchange):
+            return await self._exchange(step.frame, step.seconds)
+        elif isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
-        elif isinstance(step, Close):
-            await self._close()
+        elif isinstance(step, Drop):
+            self._drop()
         return None
 
-    async def _open(self, seconds: float) -> bytes | str:
-        await self._close()
-        self._connection = await connect(
-            self._conversation.url,
-            additional_headers=self._conversation.headers,
-            compression=None,
-            max_size=None,
-            open_timeout=seconds,
-        )
-        try:
-            return await asyncio.wait_for(self._connection.recv(), seconds)
-        except BaseException:
-            self._drop()
-            raise
-
-    async def _exchange(self, frame: bytes) -> bytes | str:
+    async def _exchange(self, frame: bytes | None, seconds: float) -> bytes | str:
         assert self._connection is not None  # the conversation opened it
         try:
-            await self._connection.send(frame)
-            return await self._connection.recv()
+            return await _within(seconds, _reply(self._connection, frame))
         except BaseException:  # also cancellation: the reply on its way must not answer the next request
             self._drop()
             raise
 
     def _drop(self) -> None:
         """Close without the closing handshake, which a broken server would not answer."""
-        if self._connection is not None:
-            self._connection.transport.abort()
-            self._connection = None
-
-    async def _close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            await connection.close()
+            connection.transport.abort()
+
+
+async def _reply(connection: ClientConnection, frame: bytes | None) -> bytes | str:
+    """Send a frame, if there is one, and receive the next message.
+
+    The library's own limit of pieces is not in its releases for older Pythons.
+    """
+    if frame is not None:
+        await connection.send(frame)
+    pieces: list[Any] = []
+    async for piece in connection.recv_streaming():
+        pieces.append(piece)
+        if len(pieces) > MOST_PIECES:
+            raise ProtocolError(f"a message in more than {MOST_PIECES} pieces")
+    return type(pieces[0])().join(pieces)
+
+
+async def _within(seconds: float, waiting: Awaitable[Result]) -> Result:
+    try:
+        return await asyncio.wait_for(waiting, None if seconds == math.inf else seconds)
+    except asyncio.TimeoutError as error:  # another class than TimeoutError before Python 3.11
+        raise TimeoutError(str(error)) from error

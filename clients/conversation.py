@@ -7,43 +7,65 @@ one text serves the blocking client and the asyncio one.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import socket
-import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, Union
 
-from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus, InvalidURI, WebSocketException
-from websockets.uri import parse_uri
+import numpy as np
+from websockets.exceptions import WebSocketException
 
-from clients.errors import ConnectFailed, PolicyError, ReplyLost
+from clients.address import proxy_on_the_way, server_address
+from clients.errors import ConnectFailed, PolicyError, ReplyLost, ReplyTimeout
+from clients.failures import is_answer_to_the_message, may_pass, reason
+from clients.sessions import Sessions
 from protocol.codec import CodecError, Dialect, decode, encode
+from protocol.handshake import HANDSHAKE
 from protocol.messages import RESET_REPLY
 
 logger = logging.getLogger("clients")
 
-IO_ERRORS = (
-    OSError,
-    WebSocketException,
-    asyncio.TimeoutError,
-)  # a TimeoutError, and so an OSError, from Python 3.11 on
-"""What a step's I/O may raise into the generator; anything else is not for it to handle."""
+IO_ERRORS = (OSError, WebSocketException, ImportError)
+"""What a step's I/O may raise into the generator (ImportError where a proxy needs a package); anything else is not for
+it to handle."""
 
-_ATTEMPT_SECONDS = 10.0
+_REPLY_SECONDS = 600.0  # how long a reply is waited for where the caller does not say
+
+LARGEST_REPLY = 16 * 2**20
+"""Bytes of one message of the server's, where the caller does not say: ten thousand times what actions take."""
+
+MOST_PIECES = 4096
+"""A message in more pieces than this is an attempt to fill the memory with empty ones."""
+
+# A link is dead after minutes without a word, not after seconds: a program that computes between calls answers nothing
+# meanwhile, and neither does a server that computes on its event loop.
+_PING_SECONDS, _PONG_SECONDS = 20.0, 120.0
+_CLOSE_SECONDS = 0.5  # for the closing handshake; nothing is lost without it
+_ATTEMPT_SECONDS, _SHORTEST_ATTEMPT = 10.0, 0.1
 _FIRST_DELAY, _LONGEST_DELAY = 0.25, 5.0
-_COMES_BACK = (1001, 1006, 1012, 1013)  # close codes: going away, broken, restarting, try again later
-_NOT_WITH_THIS_MESSAGE = (1007, 1008, 1009)  # close codes: invalid data, against a policy, too big
+
+
+class Deadline:
+    """When a call must be done. seconds: from now on; None for never."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = math.inf if seconds is None else seconds
+        self._end = time.monotonic() + self.seconds
+
+    def left(self) -> float:
+        """Seconds from now on, not below 0; infinite where there is no end."""
+        return max(0.0, self._end - time.monotonic())
 
 
 @dataclass(frozen=True)
 class Open:
-    """Connect, in place of any earlier connection, and receive within so many seconds. Outcome: the first frame."""
+    """Connect within so many seconds, in place of any earlier connection. options: as websockets' `connect` has."""
 
+    url: str
     seconds: float
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,10 +74,21 @@ class IsOpen:
 
 
 @dataclass(frozen=True)
+class Receive:
+    """Receive a frame within so many seconds. Outcome: that one.
+
+    Raises TimeoutError where it takes longer. Whatever is raised here, the connection is dropped first.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Exchange:
-    """Send a frame and receive one. Outcome: that one. Whatever is raised here, the connection is dropped first."""
+    """Send a frame and receive one. Otherwise as Receive."""
 
     frame: bytes
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -66,11 +99,11 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Close:
-    """Close the connection, if there is one."""
+class Drop:
+    """End the connection without another word, if there is one."""
 
 
-Step = Union[Open, IsOpen, Exchange, Pause, Close]
+Step = Union[Open, IsOpen, Receive, Exchange, Pause, Drop]
 Result = TypeVar("Result")
 Steps = Generator[Step, Any, Result]
 
@@ -78,123 +111,170 @@ Steps = Generator[Step, Any, Result]
 class Conversation:
     """One client's side; the parameters are those of clients.PolicyClient. `metadata` is the server's handshake.
 
-    Raises ConnectFailed where the URL is not one.
+    Raises ConnectFailed where host and port make no URL.
     """
 
     def __init__(
-        self, host: str, port: int | None, api_key: str | None, resend: bool, connect_timeout: float | None
+        self,
+        host: str,
+        port: int | None,
+        api_key: str | None,
+        resend: bool,
+        connect_timeout: float | None,
+        max_size: int,
     ) -> None:
-        self.url = host if host.startswith(("ws://", "wss://")) else f"ws://{host}"
-        if port is not None:
-            self.url += f":{port}"
-        try:
-            parse_uri(self.url)
-        except (InvalidURI, ValueError) as error:
-            raise ConnectFailed(f"cannot connect to {self.url}: {error}") from error
-        self.headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
         self.metadata: dict[str, Any] = {}
+        self._address = server_address(host, port)
+        self._server = self._address.shown
+        self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
         self._resend = resend
-        self._connect_timeout = math.inf if connect_timeout is None else connect_timeout
-        self._session_id: object = None
+        self._connect_timeout = connect_timeout
+        self._max_size = max_size
+        self._had_connection = False
+        self._sessions = Sessions()
 
-    def connect(self) -> Steps[None]:
-        """Wait for the server and take its handshake. Raises ConnectFailed."""
-        deadline = time.monotonic() + self._connect_timeout
-        for delay in _retry_delays():
-            left = deadline - time.monotonic()
-            try:
-                first = yield Open(max(0.1, min(_ATTEMPT_SECONDS, left)))
-                break
-            except IO_ERRORS as error:
-                if not _may_pass(error):
-                    raise ConnectFailed(f"cannot connect to {self.url}: {_reason(error)}") from error
-                if left <= 0:
-                    waited = f"within {self._connect_timeout:g} s"
-                    raise ConnectFailed(f"no policy server at {self.url} {waited}: {_reason(error)}") from error
-                logger.info("waiting for the policy server at %s: %s", self.url, _reason(error))
-                yield Pause(min(delay, max(0.0, deadline - time.monotonic())))
-        try:
-            self.metadata = _map_in(first)
-        except PolicyError as error:
-            yield Close()
-            raise ConnectFailed(f"{self.url} did not begin with a handshake: {error}") from error
+    def begin_anew(self) -> None:
+        """Forget connection and sessions, which are another process's."""
+        self._had_connection = False
+        self._sessions = Sessions()
 
-    def infer(self, observation: Mapping[str, Any]) -> Steps[dict[str, Any]]:
-        """Send an observation, return the reply. Raises PolicyError, ReplyLost, ConnectFailed and CodecError."""
-        frame = encode(dict(observation), Dialect.OPENPI)
-        self._session_id = observation.get("session_id")
-        return _map_in((yield from self._reply_to(frame, self._resend)))
+    def connect(self, call: Deadline | None = None) -> Steps[None]:
+        """Wait for the server and take its handshake. Raises ConnectFailed.
 
-    def reset(self) -> Steps[None]:
-        """End the episode on the server. Raises PolicyError, ReplyLost, ConnectFailed.
-
-        The message names the session last used, since after a reconnect the server cannot know it from the connection.
-        Doing it twice is harmless, so it is always sent again where the reply got lost.
+        call: of the call for which there must be a connection.
         """
+        connect = Deadline(self._connect_timeout)
+        deadline = min(connect, call or connect, key=Deadline.left)
+        level = logging.WARNING  # the first time; robots often start before their server, and then it takes a while
+        for delay in _retry_delays():
+            proxy = proxy_on_the_way(self._address)
+            try:
+                self.metadata = yield from self._handshake(proxy, deadline)
+                break
+            except PolicyError as error:
+                yield Drop()
+                raise ConnectFailed(f"{self._server} did not begin with a handshake: {error}") from error
+            except IO_ERRORS as error:
+                why = reason(error, self._max_size, proxy, self._address.host)
+                if not may_pass(error):
+                    raise ConnectFailed(f"cannot connect to {self._server}: {why}") from error
+                if deadline.left() == 0:
+                    raise ConnectFailed(
+                        f"no policy server at {self._server} within {deadline.seconds:g} s: {why}"
+                    ) from error
+                logger.log(level, "waiting for the policy server at %s: %s", self._server, why)
+                level = logging.INFO
+                yield Pause(min(delay, deadline.left()))
+        self._had_connection = True
+        self._sessions.reconnected()
+
+    def infer(self, observation: Mapping[str, Any], caller: object, call: Deadline) -> Steps[dict[str, Any]]:
+        """Send an observation, return the reply. caller: the thread or task that asks.
+
+        Raises PolicyError, ReplyLost, ReplyTimeout, ConnectFailed and CodecError.
+        """
+        frame = encode(dict(observation), Dialect.OPENPI)
+        name = _name(observation.get("session_id"))
+        self._sessions.use(caller, name)
+        value = _decoded((yield from self._reply_to(frame, self._resend, call)))
+        reply = {"actions": value} if isinstance(value, np.ndarray) else _map(value)
+        self._sessions.answered(name, reply)
+        return reply
+
+    def reset(self, session_id: object, caller: object, call: Deadline) -> Steps[None]:
+        """End a session's episode on the server. Raises PolicyError, ReplyLost, ReplyTimeout, ConnectFailed.
+
+        The message names the session, since after a reconnect the server cannot know it from the connection. Doing it
+        twice is harmless, so it is always sent again where the reply got lost.
+        """
+        name = self._sessions.last_of(caller) if session_id is None else _name(session_id)
         request: dict[str, object] = {"endpoint": "reset"}
-        if self._session_id is not None:
-            request["session_id"] = self._session_id
-        reply = yield from self._reply_to(encode(request, Dialect.OPENPI), resend=True)
+        if name is not None:
+            request["session_id"] = name
+        reply = yield from self._reply_to(encode(request, Dialect.OPENPI), True, call)
         if reply != RESET_REPLY:
             raise PolicyError(reply if isinstance(reply, str) else "the reply to reset is not a text")
+        self._sessions.ended(name)
 
-    def _reply_to(self, frame: bytes, resend: bool) -> Steps[bytes | str]:
+    def no_turn(self, call: Deadline) -> ReplyTimeout:
+        """The error of a call that other calls left no time for."""
+        return ReplyTimeout(
+            f"no reply from {self._server} within {call.seconds:g} s: other calls of this client took it"
+        )
+
+    def _handshake(self, proxy: str | None, deadline: Deadline) -> Steps[dict[str, Any]]:
+        options = {
+            "additional_headers": self._headers,
+            "proxy": proxy,
+            "compression": None,
+            "max_size": self._max_size,
+            "max_queue": 1,  # no server has a reason to send ahead
+            "ping_interval": _PING_SECONDS,
+            "ping_timeout": _PONG_SECONDS,
+            "close_timeout": _CLOSE_SECONDS,
+        }
+        seconds = max(_SHORTEST_ATTEMPT, min(_ATTEMPT_SECONDS, deadline.left()))
+        yield Open(self._address.url, seconds, options)
+        logger.debug("connected to %s, which will send its handshake when it is ready", self._server)
+        try:
+            first = yield Receive(max(_SHORTEST_ATTEMPT, deadline.left()))
+        except TimeoutError:
+            raise TimeoutError("it accepted the connection but sent no handshake; it may still be loading") from None
+        metadata = _map(_decoded(first))
+        missing = HANDSHAKE.keys() - metadata.keys()
+        if missing:
+            raise PolicyError(f"its first message has no {', '.join(sorted(missing))}")
+        return metadata
+
+    def _reply_to(self, frame: bytes, resend: bool, call: Deadline) -> Steps[bytes | str]:
         if not (yield IsOpen()):
-            if self.metadata:
-                logger.warning("the connection to %s was lost; connecting again", self.url)
-            yield from self.connect()
+            if self._had_connection:
+                logger.warning("the connection to %s was lost; connecting again", self._server)
+            yield from self.connect(call)
         try:
-            return (yield Exchange(frame))
+            return (yield Exchange(frame, _seconds_for_reply(call)))
         except IO_ERRORS as error:
-            too_much = isinstance(error, ConnectionClosed) and error.rcvd and error.rcvd.code in _NOT_WITH_THIS_MESSAGE
-            if too_much or not resend:
-                raise self._lost(error) from error
-            logger.warning("the connection to %s broke (%s); connecting and sending again", self.url, _reason(error))
-        yield from self.connect()
+            if not resend or isinstance(error, TimeoutError) or is_answer_to_the_message(error):
+                raise self._lost(error, call) from error
+            why = reason(error, self._max_size)
+            logger.warning("the connection to %s broke (%s); connecting and sending again", self._server, why)
+        yield from self.connect(call)
         try:
-            return (yield Exchange(frame))
+            return (yield Exchange(frame, _seconds_for_reply(call)))
         except IO_ERRORS as error:
-            raise self._lost(error) from error
+            raise self._lost(error, call) from error
 
-    def _lost(self, error: Exception) -> ReplyLost:
+    def _lost(self, error: Exception, call: Deadline) -> ReplyLost:
         doubt = "the server may or may not have acted on the request"
-        return ReplyLost(f"the connection to {self.url} broke before the reply: {_reason(error)}; {doubt}")
+        if isinstance(error, TimeoutError):
+            seconds = _REPLY_SECONDS if call.seconds == math.inf else call.seconds
+            return ReplyTimeout(f"no reply from {self._server} within {seconds:g} s; {doubt}")
+        why = reason(error, self._max_size)
+        return ReplyLost(f"the connection to {self._server} broke before the reply: {why}; {doubt}")
 
 
-def _map_in(frame: bytes | str) -> dict[str, Any]:
+def _seconds_for_reply(call: Deadline) -> float:
+    return _REPLY_SECONDS if call.seconds == math.inf else call.left()
+
+
+def _name(session_id: object) -> str | None:
+    """A session's name as the server reads it."""
+    return None if session_id is None else str(session_id)
+
+
+def _decoded(frame: bytes | str) -> object:
     if isinstance(frame, str):
         raise PolicyError(frame)
     try:
-        value, _ = decode(frame)
+        return decode(frame)[0]
     except CodecError as error:
         raise PolicyError(f"the server's message cannot be decoded: {error}") from error
+
+
+def _map(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PolicyError("the server's message is not a map")
     return value
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether connecting later may succeed: the server is not up yet, or still loading."""
-    if isinstance(error, (socket.gaierror, ssl.SSLError)):
-        return False
-    if isinstance(error, (OSError, asyncio.TimeoutError)):
-        return True
-    if isinstance(error, InvalidStatus):
-        return error.response.status_code == 503
-    if isinstance(error, InvalidMessage):
-        return isinstance(error.__cause__, EOFError)
-    if isinstance(error, ConnectionClosed):
-        return error.rcvd is None or error.rcvd.code in _COMES_BACK
-    return False
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, InvalidStatus):
-        body = error.response.body.decode("utf-8", "replace").strip() if error.response.body else ""
-        return f"HTTP {error.response.status_code} {error.response.reason_phrase} {body[:200]}".strip()
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"
-    return str(error) or type(error).__name__
 
 
 def _retry_delays() -> Iterator[float]:

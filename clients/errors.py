@@ -14,3 +14,7 @@ class ReplyLost(ConnectionError):
 
     The next call connects again.
     """
+
+
+class ReplyTimeout(ReplyLost, TimeoutError):
+    """The reply did not come within the call's timeout. The connection was dropped, so that the reply never comes."""

@@ -42,9 +42,9 @@ class RequestError(ValueError):
         self.found = found
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, longest: int = _LONGEST_QUOTE) -> str:
     """Text on one line: control characters escaped, the tail cut."""
-    cut = text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 3] + "..."
+    cut = text if len(text) <= longest else text[: longest - 3] + "..."
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
 
 

@@ -4,7 +4,10 @@ import asyncio
 import threading
 from typing import Any
 
-from clients import AsyncPolicyClient
+import numpy as np
+import pytest
+
+from clients import AsyncPolicyClient, PolicyClient
 
 
 class Blocking:
@@ -21,11 +24,17 @@ class Blocking:
             self.stop()
             raise
 
-    def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
-        return self._call(self._client.infer(observation))
+    def __enter__(self) -> "Blocking":
+        return self
 
-    def reset(self) -> None:
-        self._call(self._client.reset())
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def infer(self, observation: dict[str, Any], **options: Any) -> dict[str, Any]:
+        return self._call(self._client.infer(observation, **options))
+
+    def reset(self, **options: Any) -> None:
+        self._call(self._client.reset(**options))
 
     def get_server_metadata(self) -> dict[str, Any]:
         return self._call(self._client.get_server_metadata())
@@ -41,3 +50,24 @@ class Blocking:
 
     def _call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+
+both_clients = pytest.mark.parametrize("connect", [PolicyClient, Blocking], ids=["blocking", "asyncio"])
+"""Gives a test the class of each client as `connect`."""
+
+
+def observation(number: float = 0, **more: object) -> dict[str, Any]:
+    """A valid observation that tests.wire_server answers with `actions(number)`."""
+    image = np.zeros((18, 32, 3), np.uint8)
+    return {
+        "observation/exterior_image_1_left": image,
+        "observation/wrist_image_left": image,
+        "observation/joint_position": np.full(7, number),
+        "observation/gripper_position": np.zeros(1),
+        "prompt": "fold the towel",
+        **more,
+    }
+
+
+def actions(number: float) -> np.ndarray:
+    return np.full((24, 8), number, np.float32)

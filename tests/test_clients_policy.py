@@ -16,7 +16,7 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from clients import AsyncPolicyClient, ConnectFailed, PolicyClient, PolicyError, ReplyLost
 from protocol.codec import CodecError, Dialect
 from protocol.handshake import HANDSHAKE
-from tests.blocking_client import Blocking
+from tests.blocking_client import Blocking, actions, observation
 from tests.wire_server import DISCONNECT, WireServer, spec_answer
 
 Connect = Callable[..., Any]
@@ -34,22 +34,6 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     yield make
     for client in made:
         client.close()
-
-
-def observation(number: float = 0, **more: object) -> dict[str, Any]:
-    image = np.zeros((18, 32, 3), np.uint8)
-    return {
-        "observation/exterior_image_1_left": image,
-        "observation/wrist_image_left": image,
-        "observation/joint_position": np.full(7, number),
-        "observation/gripper_position": np.zeros(1),
-        "prompt": "fold the towel",
-        **more,
-    }
-
-
-def actions(number: float) -> np.ndarray:
-    return np.full((24, 8), number, np.float32)
 
 
 def free_port() -> int:
@@ -77,9 +61,12 @@ def test_signature_and_methods_are_those_of_the_openpi_client() -> None:
         parameters = inspect.signature(ours.__init__).parameters
         assert [(name, parameters[name].default) for name in theirs] == [(p.name, p.default) for p in theirs.values()]
         for name in ("infer", "reset", "get_server_metadata"):
-            assert list(inspect.signature(getattr(ours, name)).parameters) == list(
-                inspect.signature(getattr(WebsocketClientPolicy, name)).parameters
-            )
+            positional = [
+                parameter.name
+                for parameter in inspect.signature(getattr(ours, name)).parameters.values()
+                if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+            ]
+            assert positional == list(inspect.signature(getattr(WebsocketClientPolicy, name)).parameters)
 
 
 def test_host_may_be_a_whole_url(connect: Connect) -> None:
@@ -277,7 +264,7 @@ def test_the_reply_to_an_interrupted_call_never_answers_the_next_one(monkeypatch
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(client._connection, "recv", interrupt)
+        monkeypatch.setattr(client._connection, "recv_streaming", interrupt)
         with pytest.raises(KeyboardInterrupt):
             client.infer(observation(1))
         assert client.infer(observation(2))["actions"][0, 0] == 2
