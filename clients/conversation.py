@@ -188,6 +188,8 @@ class Conversation:
         twice is harmless, so it is always sent again where the reply got lost.
         """
         name = self._sessions.last_of(caller) if session_id is None else _name(session_id)
+        if not self._sessions.can_be_told_apart(name):
+            raise PolicyError("a session without a session_id cannot be reset after calls in others: give it one")
         request: dict[str, object] = {"endpoint": "reset"}
         if name is not None:
             request["session_id"] = name

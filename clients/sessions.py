@@ -37,6 +37,10 @@ class Sessions:
         """The session that a caller used last; the one that anybody did where it used none."""
         return self._last_of.get(caller, self._last)
 
+    def can_be_told_apart(self, name: str | None) -> bool:
+        """Whether a reset can mean this session: one without a name is to the server what the connection used last."""
+        return name is not None or self._last is None
+
     def reconnected(self) -> None:
         """There is a new connection, and the server may not know the episodes of the old one."""
         for name in self._is_from_before:

@@ -122,5 +122,5 @@ def test_no_proxy_is_obeyed(connect: Connect, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(importlib.util.find_spec("python_socks") is not None, reason="python-socks is installed")
 def test_a_proxy_that_needs_a_package_is_named(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOCKS_PROXY", "socks5://127.0.0.1:1")
-    with pytest.raises(ConnectFailed, match=r"requires python-socks \(through the proxy socks5://127\.0\.0\.1:1 "):
+    with pytest.raises(ConnectFailed, match=r"python-socks .*\(through the proxy socks5://127\.0\.0\.1:1 "):
         connect(HOST, 8000)

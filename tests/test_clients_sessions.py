@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients import AsyncPolicyClient, PolicyClient
+from clients import AsyncPolicyClient, PolicyClient, PolicyError
 from protocol.codec import Dialect, encode
 from tests.blocking_client import actions, both_clients, observation
 from tests.wire_server import WireServer, spec_answer
@@ -78,6 +78,19 @@ def test_a_reset_ends_the_session_of_the_thread_that_asks() -> None:
         stranger.start()
         stranger.join()
         assert resets(server)[-1] == "d"
+
+
+def test_a_reset_of_the_unnamed_session_does_not_end_another() -> None:
+    with WireServer(Episodes()) as server, PolicyClient(server.url) as client:
+        client.infer(observation())
+        other = threading.Thread(target=client.infer, args=(observation(session_id="other"),))
+        other.start()
+        other.join()
+        with pytest.raises(PolicyError, match="give it one"):
+            client.reset()  # which the server would take for the session that the connection used last
+        client.infer(observation())
+        client.reset()
+        assert resets(server) == [None]
 
 
 async def test_a_reset_ends_the_session_of_the_task_that_asks() -> None:
