@@ -40,10 +40,30 @@ class Register:
 
 @dataclass(frozen=True)
 class CrossContext:
-    """Cross-attention K/V, per layer: the text half of each of B branches, and the image half that they share."""
+    """Cross-attention K/V, per layer: the text halves of B branches, and the image half that they share.
+
+    texts: each of one branch, (1, tokens, heads, head_dim), or of several in a row; together of all, in their order.
+    """
 
     texts: tuple[LayerKV, ...]
     image: LayerKV
+
+    def joined(self) -> "CrossContext":
+        """A copy whose text halves are one, so that they are attended at once."""
+        text = tuple(
+            (torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts]))
+            for parts in zip(*self.texts, strict=True)
+        )
+        return CrossContext((text,), tuple((k.clone(), v.clone()) for k, v in self.image))
+
+    def apart(self) -> "CrossContext":
+        """The same tensors with a text half for each branch."""
+        texts = (
+            tuple((k[row : row + 1], v[row : row + 1]) for k, v in text)
+            for text in self.texts
+            for row in range(len(text[0][0]))
+        )
+        return CrossContext(tuple(texts), self.image)
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,11 @@ class ForwardContext:
     plans: tuple[AttentionPlan, ...]
     cross: CrossContext
 
+    @property
+    def branches(self) -> int:
+        """B; not the number of text halves, of which one may be several branches'."""
+        return len(self.plans)
+
     def layer(self, index: int, kv: PagedKV) -> "LayerContext":
         """What one layer takes of it, and of the pool."""
         texts = tuple(text[index] for text in self.cross.texts)
@@ -66,13 +91,13 @@ class ForwardContext:
         """A context for each branch alone."""
         return tuple(
             ForwardContext(self.rotation, (plan,), CrossContext((text,), self.cross.image))
-            for plan, text in zip(self.plans, self.cross.texts, strict=True)
+            for plan, text in zip(self.plans, self.cross.apart().texts, strict=True)
         )
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """One layer's share of a ForwardContext: its pool, and K and V of each branch's text and of the image."""
+    """One layer's share of a ForwardContext: its pool, and K and V of the branches' texts and of the image."""
 
     rotation: Rotation
     plans: tuple[AttentionPlan, ...]
@@ -189,7 +214,8 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, layer: LayerContext) -> Tensor:
         """x (B, L, D) to (B, L, D)."""
         q = self._heads(self.norm_q(self.q(x)))
-        text = as_batch([_attend(part, *kv) for part, kv in zip(q.split(1), layer.texts, strict=True)])
+        branches = q.split([len(k) for k, _ in layer.texts])
+        text = as_batch([_attend(part, *kv) for part, kv in zip(branches, layer.texts, strict=True)])
         image = _attend(q.flatten(0, 1)[None], *layer.image)  # of all branches, which see the same one
         return self.o(text + image.view_as(text))
 
@@ -325,7 +351,7 @@ class DiT(nn.Module):
         """The last hidden state (B, L, D) of tokens (1, L, D) in the context's B branches; `run` runs each block."""
         has_register = time.e.shape[0] == 2
         video_tokens = tokens.shape[1] - (self.config.register_tokens if has_register else 0)
-        x = tokens.repeat(len(context.plans), 1, 1)
+        x = tokens.repeat(context.branches, 1, 1)
         for index, block in enumerate(self.blocks):
             x = run(cast(Block, block), x, time.e0, context.layer(index, kv), video_tokens)
         return x
@@ -334,7 +360,7 @@ class DiT(nn.Module):
         self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext, kv: PagedKV, run: RunBlock = run_block
     ) -> None:
         """Write the K/V of video tokens (1, L, D) of every layer; the last layer computes nothing else."""
-        x = tokens.repeat(len(context.plans), 1, 1)
+        x = tokens.repeat(context.branches, 1, 1)
         *blocks, last = self.blocks
         for index, block in enumerate(blocks):
             x = run(cast(Block, block), x, time.e0, context.layer(index, kv), tokens.shape[1])

@@ -117,7 +117,7 @@ class RecordedExecution:
 
     The recorded work reads tensors that stay, into which each run copies its inputs. Rotation, slots, block table and
     lengths are such inputs too, so one recording serves every fill of the window and every session. All recordings
-    read the same copies of the cross-attention K/V, which a phase fills at its start.
+    read the same copies of the cross-attention K/V, all branches' in one, which a phase fills at its start.
     """
 
     def __init__(self, direct: DirectExecution, recorder: Recorder) -> None:
@@ -145,8 +145,8 @@ class RecordedExecution:
 
     def _recording(self, context: ForwardContext, work: "_Work", time_rows: int) -> "_Recording":
         if self._cross is None:
-            self._cross = _copy(context.cross)
-        _copy_into(self._cross, context.cross)
+            self._cross = context.cross.joined()
+        _copy_into(self._cross.apart(), context.cross)
         length = context.rotation.cos.shape[0]
         key = (length, time_rows == 1)
         if key not in self._recordings:
