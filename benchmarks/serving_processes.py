@@ -53,6 +53,8 @@ class NoStats:
 class StubPolicy:
     """Answers after `seconds` of waiting, as a thread does whose work is on a GPU; no model."""
 
+    slowest_call = 0.0
+
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._actions = np.zeros((24, 8), np.float32)
@@ -76,6 +78,8 @@ class MarkedTinyPolicy:
 
     handed_out: a file of one float64, in which each call leaves what `allocated_mib` says then.
     """
+
+    slowest_call = 0.0
 
     def __init__(self, handed_out: Path) -> None:
         import torch

@@ -7,19 +7,21 @@ turn, one piece at a time, when the other is empty.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine.device_faults import is_lost, is_out_of_memory
 from engine.embodiment import Observation
+from engine.watchdog import Watchdog
 
 if TYPE_CHECKING:  # the loop itself must start, and say that it loads, before torch is imported
     from engine.policy import Chunk, Policy, PolicyStats
@@ -39,6 +41,10 @@ class EngineBusy(RuntimeError):
 
 class EngineStopped(RuntimeError):
     """The engine runs no more jobs: it was stopped, or it died."""
+
+
+class EngineHung(RuntimeError):
+    """The engine's thread has not come back from a job for so long that it will not."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,9 @@ class EngineLoop:
     end, and the time that no call wants.
 
     Two futures tell how the thread fares: `loaded` gives the policy's `info()`; `finished` gives None after an
-    orderly stop, and the error when loading failed or the thread died of something that no later call can survive.
+    orderly stop, and the error when loading failed or the thread died of something that no later call can survive. A
+    job that takes many times as long as the slowest call of the policy has hung: `finished` then gives EngineHung, and
+    the thread, which nothing can interrupt, is still there.
     """
 
     def __init__(self, load: LoadPolicy, *, max_queue: int, recorder: Recorder | None = None) -> None:
@@ -90,7 +98,9 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._stopped = False
-        self._running = False
+        self._running: _Job | None = None
+        self._watchdog = Watchdog(self._doubt, self._hung)
+        self._doubted = False
         self._not_ready: str | None = "starting"
         self._out_of_memory_calls = 0
         self._policy: Policy | None = None
@@ -99,6 +109,7 @@ class EngineLoop:
     def start(self) -> None:
         """Start the thread, which begins to load. Call it once."""
         self._thread.start()
+        self._watchdog.start()
         if self._recorder is not None:
             self._recorder.finished.add_done_callback(self._recorded)
             self._recorder.start(self.spare)
@@ -145,7 +156,7 @@ class EngineLoop:
         policy = self._policy
         with self._wake:
             waiting = self._waiting()
-        return LoopStats(waiting, self._running, policy.stats() if policy is not None else None)
+        return LoopStats(waiting, self._running is not None, policy.stats() if policy is not None else None)
 
     def stop(self, *, drain: bool) -> None:
         """Take no more jobs. The running one finishes; waiting ones still run if `drain`, else get EngineStopped.
@@ -206,6 +217,38 @@ class EngineLoop:
             if not self._stopping:
                 self._not_ready = status
 
+    # On the watchdog's thread.
+
+    def _doubt(self, spent: float, slowest: float) -> None:
+        reason = f"a call has been running for {spent:.0f} s, the slowest before it took {slowest:.1f} s"
+        log.warning(reason)
+        with self._wake:
+            self._doubted = True
+            if not self._stopping:
+                self._not_ready = reason
+
+    def _hung(self, spent: float, slowest: float) -> None:
+        job = self._running
+        error = EngineHung(f"a call did not end in {spent:.0f} s; the slowest before it took {slowest:.1f} s")
+        if job is not None:
+            _settle(job.future, EngineStopped(_DIED))
+        self._finish(error, _DIED)
+
+    def _finish(self, error: BaseException | None, reason: str) -> None:
+        """The end, whoever comes to it first: the engine's thread, or the watchdog that has given it up."""
+        with self._wake:
+            if self._stopped and self.finished.done():
+                return
+            self._stopping = True
+            self._not_ready = reason
+            dropped = self._drop_all()
+        _fail(dropped, reason)
+        if error is not None and self._recorder is not None:
+            self._recorder.close()
+        if not self.loaded.done():
+            self.loaded.set_exception(error or EngineStopped(reason))
+        _settle(self.finished, error)
+
     # From here on: the engine's thread.
 
     def _work(self) -> None:
@@ -217,19 +260,7 @@ class EngineLoop:
             traceback.clear_frames(caught.__traceback__)
             error, reason = caught, _DIED
         self._policy = None
-        with self._wake:
-            self._stopping = True
-            self._not_ready = reason
-            dropped = self._drop_all()
-        _fail(dropped, reason)
-        if error is not None and self._recorder is not None:
-            self._recorder.close()
-        if not self.loaded.done():
-            self.loaded.set_exception(error or EngineStopped(reason))
-        if error is None:
-            self.finished.set_result(None)
-        else:
-            self.finished.set_exception(error)
+        self._finish(error, reason)
 
     def _serve(self) -> None:
         policy = self._policy = self._load(self._report)
@@ -257,21 +288,32 @@ class EngineLoop:
     def _run(self, policy: Policy, job: _Job) -> None:
         if not job.future.set_running_or_notify_cancel():
             return
-        self._running = True
+        self._running = job
+        self._watchdog.begin(policy.slowest_call)
         try:
             result = job.run(policy)
         except BaseException as error:
             # A traceback keeps every local of the failed call alive, tensors included.
             traceback.clear_frames(error.__traceback__)
-            if not isinstance(error, Exception) or _device_is_lost(error):
-                job.future.set_exception(EngineStopped(_DIED))
+            if not isinstance(error, Exception) or is_lost(error):
+                _settle(job.future, EngineStopped(_DIED))
                 raise
-            job.future.set_exception(error)
+            _settle(job.future, error)
         else:
-            job.future.set_result(result)
+            _settle(job.future, result)
         finally:
-            self._running = False
+            self._watchdog.end()
+            self._running = None
+            self._believe()
             del job  # else an error's traceback, which has this frame, would keep its images
+
+    def _believe(self) -> None:
+        """A job that was doubted has ended after all."""
+        if self._doubted:
+            with self._wake:
+                self._doubted = False
+                if not self._stopping:
+                    self._not_ready = None
 
     def _call(self, queued_at: float, session_id: str, observation: Observation, policy: Policy) -> TimedChunk:
         started_at = time.monotonic()
@@ -285,7 +327,7 @@ class EngineLoop:
         try:
             chunk = policy.infer(session_id, observation)
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             log.warning("out of device memory: freeing caches and trying once more")
         else:
@@ -296,7 +338,7 @@ class EngineLoop:
         try:
             chunk = policy.infer(session_id, observation)
         except Exception as error:
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 self._out_of_memory(calls=self._out_of_memory_calls + 1)
             raise
         self._out_of_memory(calls=0)
@@ -317,12 +359,10 @@ def _fail(jobs: list[_Job], reason: str) -> None:
             job.future.set_exception(EngineStopped(reason))
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    torch = sys.modules.get("torch")  # who never imported torch cannot have raised its error
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
-
-
-def _device_is_lost(error: Exception) -> bool:
-    """Whether the device refuses all further work: after a CUDA fault every later call of the process fails too."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.AcceleratorError) and not _is_out_of_memory(error)
+def _settle(future: Future[Any], outcome: object) -> None:
+    """Give a future its result, or what it raises, unless the watchdog or the engine's thread was quicker."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

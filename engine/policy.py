@@ -1,6 +1,7 @@
 """The policy that robots use: observations of many sessions in, chunks of actions out."""
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -53,7 +54,10 @@ class PolicyStats:
 
 
 class Policy:
-    """One model, its KV cache and its sessions. Used by one thread, but for `stats` and `info`."""
+    """One model, its KV cache and its sessions. Used by one thread, but for `stats` and `info`.
+
+    slowest_call: seconds that the slowest call so far took, those of the warm-up included.
+    """
 
     def __init__(self, checkpoint: Checkpoint, rollout: Rollout, cache: KVCache, transforms: Transforms) -> None:
         self._checkpoint = checkpoint
@@ -61,12 +65,14 @@ class Policy:
         self._cache = cache
         self._transforms = transforms
         self._sessions: dict[str, Session] = {}
+        self.slowest_call = 0.0
 
     def infer(self, session_id: str, observation: Observation) -> Chunk:
         """The next actions for a session, which is made at its first observation.
 
         Where it raises, the session restarts its window at its next call; other sessions do not notice.
         """
+        began = time.monotonic()
         newest = {view: frames[-BUFFERED_FRAMES:] for view, frames in observation.views.items()}
         frames = self._transforms.stitch(newest)
         state = self._transforms.normalize_state(observation.state)
@@ -80,6 +86,7 @@ class Policy:
         session = self._sessions[session_id]
         prediction = self._rollout.call(session, frames, tokens, mask, state)
         actions = self._transforms.actions(prediction.action_latents, observation.state)
+        self.slowest_call = max(self.slowest_call, time.monotonic() - began)
         return Chunk(
             actions, prediction.seconds, prediction.video_latents, prediction.window, session.calls, tuple(warnings)
         )

@@ -181,7 +181,7 @@ class PolicyServer:
         with contextlib.suppress(TimeoutError):  # of connections that have not said yet what they want
             await asyncio.wait_for(self._listener.wait_closed(), _CLOSE_TIMEOUT_SECONDS)
         self.sessions.close()
-        records = self._recorder is not None and self.engine.loaded.done()
+        records = self._recorder is not None and self.engine.loaded.done() and self.engine_error is None
         patience = max(_THREAD_END_SECONDS, deadline - time.monotonic()) if records else _THREAD_END_SECONDS
         if not await asyncio.to_thread(self.engine.join, patience) and records:
             log_event(log, logging.WARNING, "recordings not written in time", drain_timeout=self.settings.drain_timeout)

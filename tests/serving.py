@@ -14,6 +14,7 @@ import openpi_client.msgpack_numpy as wire
 import torch
 from websockets.asyncio.client import ClientConnection, connect
 
+from engine import watchdog
 from engine.embodiment import Observation
 from engine.loading import load_policy
 from engine.policy import Chunk, Policy, PolicyStats
@@ -52,6 +53,10 @@ class WatchedPolicy:
     def end_session(self, session_id: str) -> None:
         self.events.append(f"end {session_id}")
         self._policy.end_session(session_id)
+
+    @property
+    def slowest_call(self) -> float:
+        return self._policy.slowest_call
 
     def free_caches(self) -> None:
         self._policy.free_caches()
@@ -169,10 +174,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def load_hindered(hindrance: str, report: Callable[[str], None]) -> WatchedPolicy:
-    """A tiny policy whose calls take so many seconds, computing all the while; or whose device is lost ("die")."""
+    """A tiny policy whose calls take so many seconds, computing all the while; or whose device is lost ("die") or
+    never comes back ("hang").
+    """
     policy = tiny_policy()
 
     def before(session_id: str, observation: Observation) -> None:
+        if hindrance == "hang":
+            threading.Event().wait()
         if hindrance == "die":
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         end = time.monotonic() + float(hindrance)
@@ -183,6 +192,9 @@ def load_hindered(hindrance: str, report: Callable[[str], None]) -> WatchedPolic
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "hang":  # and is noticed sooner than a busy machine would allow
+        watchdog.DOUBT_SECONDS, watchdog.HUNG_SECONDS = 1.0, 4.0
+        watchdog.DOUBT_TIMES = watchdog.HUNG_TIMES = 0
     load = functools.partial(load_hindered, sys.argv[1])
     configure_logging(level="info", as_json=False)
     sys.exit(asyncio.run(run(parse_settings(sys.argv[2:]), load)))  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ class ScriptedPolicy:
     script: Callable[[str], None] = lambda session_id: None
     events: list[str] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
+    slowest_call: float = 0.0
 
     def infer(self, session_id: str, observation: Observation) -> Chunk:
         self._note(f"infer {session_id}")

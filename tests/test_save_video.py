@@ -146,6 +146,7 @@ class ScriptedPolicy:
     events: list[str] = field(default_factory=list)
     sessions: set[str] = field(default_factory=set)
     threads: set[int] = field(default_factory=set)
+    slowest_call: float = 0.0
 
     def infer(self, session_id: str, observation: Observation) -> Chunk:
         self._note(f"infer {session_id}")
