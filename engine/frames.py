@@ -1,14 +1,12 @@
 """From camera frames to what the transformer takes: latents, image conditioning, image features (spec section 4)."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from engine.execution import RecordedFunction, Recorder
 from engine.model import Model
-from engine.vae import encode_video, normalize_latents
+from engine.vae import normalize_latents
 from engine.vision import encode_image
 
 
@@ -20,8 +18,9 @@ class FrameEncoder:
         self._config = model.config
         self._device = model.dit.patch_embedding.weight.device
         self._dtype = model.dit.patch_embedding.weight.dtype
-        encode = partial(encode_video, model.vae)
-        self._encode = encode if recorder is None else RecordedFunction(encode, recorder)
+        encode, encode_still = model.video_encoder.encode, self._still
+        self._encode = RecordedFunction(encode, recorder) if recorder else encode
+        self._encode_still = RecordedFunction(encode_still, recorder) if recorder else encode_still
 
     def image_features(self, image: Tensor) -> Tensor:
         """CLIP features (1, 257, vision_dim) of a frame (h, w, 3) uint8."""
@@ -33,9 +32,7 @@ class FrameEncoder:
         The conditioning is (1, 4 + z, F, H, W): a mask of the first latent frame, and the latents of the image before
         grey frames.
         """
-        video = self._to_video([image])
-        grey = video.new_zeros(1, 3, self._config.num_frames - 1, *video.shape[3:])
-        latents = self._latents(torch.cat([video, grey], dim=2))
+        latents = self._normal(self._encode_still(self._to_video([image]).to(self._dtype)))
         mask = latents.new_zeros(1, 4, *latents.shape[2:])
         mask[:, :, 0] = 1
         return latents[:, :, :1], torch.cat([mask, latents], dim=1).to(self._dtype)
@@ -44,11 +41,15 @@ class FrameEncoder:
         """Latents (1, z, nf, H, W) float32 of four frames (h, w, 3) uint8."""
         block = self._config.dit.num_frame_per_block
         video = self._to_video(frames).repeat_interleave(block // (len(frames) // 4), dim=2)
-        return self._latents(torch.cat([video[:, :, :1], video], dim=2))[:, :, -block:]
+        video = torch.cat([video[:, :, :1], video], dim=2)
+        return self._normal(self._encode(video.to(self._dtype)))[:, :, -block:]
 
-    def _latents(self, video: Tensor) -> Tensor:
-        """Normalised latents (1, z, F, H, W) float32 of video (1, 3, T, h, w)."""
-        return normalize_latents(self._model.vae, self._encode(video.to(self._dtype))).float()
+    def _still(self, image: Tensor) -> Tensor:
+        return self._model.video_encoder.encode_still(image, self._config.num_frames - 1)
+
+    def _normal(self, latents: Tensor) -> Tensor:
+        """Latents (1, z, F, H, W) float32 as the transformer has them."""
+        return normalize_latents(self._model.vae, latents).float()
 
     def _to_video(self, frames: list[Tensor]) -> Tensor:
         """Frames (h, w, 3) uint8 to model range, (1, 3, T, video_height, video_width) float32 on the device."""

@@ -17,6 +17,7 @@ from engine.dit import DiT
 from engine.fp8 import FP8, Fp8Linear, use_fp8
 from engine.text import build_text_encoder
 from engine.vae import build_vae, prepare_convolutions
+from engine.video_encoder import VideoEncoder
 from engine.vision import build_image_encoder
 
 
@@ -37,13 +38,17 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Model:
-    """The four components on one device, the text encoder perhaps on the CPU; in evaluation mode, without gradients."""
+    """The four components on one device, the text encoder perhaps on the CPU; in evaluation mode, without gradients.
+
+    video_encoder: encodes with the VAE's weights. What it keeps belongs to the model, so that all who run it share it.
+    """
 
     config: ModelConfig
     dit: DiT
     text_encoder: UMT5EncoderModel
     image_encoder: CLIPVisionModel
     vae: AutoencoderKLWan
+    video_encoder: VideoEncoder
 
     def components(self) -> Iterator[tuple[nn.Module, Entries]]:
         """Each component with its parameters' names and where they stand in a checkpoint."""
@@ -63,12 +68,14 @@ def build_model(config: ModelConfig, fp8: bool = False) -> Model:
         dit = DiT(config.dit, config.image, config.max_action_dim, config.max_state_dim)
         if fp8:
             use_fp8(dit.blocks)
+        vae = build_vae(config.vae).eval()
         return Model(
             config=config,
             dit=dit.eval(),
             text_encoder=build_text_encoder(config.text).eval(),
             image_encoder=build_image_encoder(config.image).eval(),
-            vae=build_vae(config.vae).eval(),
+            vae=vae,
+            video_encoder=VideoEncoder(vae),
         )
 
 

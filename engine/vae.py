@@ -5,6 +5,7 @@ from functools import partial
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ _WAN22_STD = (
     0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944,
     0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
 )  # fmt: skip
+
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def build_vae(config: VaeConfig) -> AutoencoderKLWan:
@@ -46,38 +49,37 @@ def build_vae(config: VaeConfig) -> AutoencoderKLWan:
 
 
 def prepare_convolutions(vae: AutoencoderKLWan, channels_last: bool) -> None:
-    """Have 3-D convolutions computed fast: on a CPU in float32 with oneDNN, and anywhere with channels innermost.
+    """Have 3-D convolutions computed by `convolve`, and with channels innermost.
 
-    For small inputs torch chooses a way of its own on a CPU, which takes five to eight times as long and, with large
-    buffers made anew each time, lets the process's memory grow. channels_last: the layout that convolutions work in on
-    a CPU and on a GPU alike; without it they reorder what they get, and their result again.
+    channels_last: the layout that convolutions work in on a CPU and on a GPU alike; without it they reorder what they
+    get, and their result again.
     """
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     for module in vae.modules():
         if isinstance(module, nn.Conv3d):
             module.weight.data = module.weight.data.contiguous(memory_format=layout)
-            if torch.backends.mkldnn.is_available() and _is_float32_on_cpu(module.weight):
-                convolve = partial(_onednn_convolution, module, layout)
-                module._conv_forward = convolve  # type: ignore[method-assign]
+            module._conv_forward = partial(_convolution, module, layout)  # type: ignore[method-assign]
 
 
-def _is_float32_on_cpu(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
-
-
-def _onednn_convolution(
+def _convolution(
     module: nn.Conv3d, layout: torch.memory_format, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    padding = cast(tuple[int, ...], module.padding)
-    return torch.mkldnn_convolution(
-        x.contiguous(memory_format=layout), weight, bias, padding, module.stride, module.dilation, module.groups
+    return convolve(
+        x.contiguous(memory_format=layout), weight, bias, module.stride, cast(tuple[int, ...], module.padding)
     )
 
 
-def encode_video(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
-    """Latents (1, z, F, H, W), the distribution's mode, of video (1, 3, 1 + 4 (F - 1), h, w) in [-1, 1]."""
-    latents: Tensor = vae.encode(video).latent_dist.mode()
-    return latents
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, ...], padding: tuple[int, ...]
+) -> Tensor:
+    """A 3-D convolution; on a CPU in float32 with oneDNN.
+
+    For small inputs torch chooses a way of its own there, which takes five to eight times as long and, with large
+    buffers made anew each time, lets the process's memory grow.
+    """
+    if _HAS_ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
+        return torch.mkldnn_convolution(x, weight, bias, padding, stride, (1, 1, 1), 1)
+    return F.conv3d(x, weight, bias, stride, padding)
 
 
 def normalize_latents(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:

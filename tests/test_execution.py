@@ -14,7 +14,6 @@ from engine.dit import ForwardContext, TimeEmbedding
 from engine.execution import CudaRecorder, DirectExecution, RecordedExecution, RecordedFunction, RecordingError
 from engine.rollout import Prediction
 from engine.session import Session
-from engine.vae import encode_video
 from tests.golden import FILES, TOLERANCE, Engine, Golden, Mode, Report, build_engine, check, check_rollout, run_call
 
 SESSION = next(path for path in FILES if path.stem == "session")
@@ -183,13 +182,13 @@ def test_the_denoise_loop_waits_for_nothing_but_the_velocity_cache_s_decision(st
 def test_a_recorded_function_knows_each_shape_and_gives_results_of_their_own() -> None:
     engine = build_engine(Golden(MASKED))
     recorder = Recorder()
-    encode = RecordedFunction(lambda video: encode_video(engine.model.vae, video), recorder)
+    encode = RecordedFunction(engine.model.video_encoder.encode, recorder)
     with torch.inference_mode():
         for frames in (1, 5, 1):
             videos = torch.rand(2, 1, 3, frames, 64, 128) * 2 - 1
             got = [encode(video) for video in videos]
             for video, latents in zip(videos, got, strict=True):
-                assert torch.equal(latents, encode_video(engine.model.vae, video))
+                assert torch.equal(latents, engine.model.video_encoder.encode(video))
     assert recorder.recorded == 2
 
 

@@ -19,7 +19,8 @@ from engine.policy import Chunk
 from engine.recording import Recorder
 from engine.session import Window
 from engine.settings import EngineSettings
-from engine.vae import build_vae, decode_video, encode_video
+from engine.vae import build_vae, decode_video
+from engine.video_encoder import VideoEncoder
 from engine.video_file import VideoFile
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError, parse_settings
@@ -58,7 +59,7 @@ def test_a_video_in_pieces_is_the_video_even_if_the_vae_does_other_work_meanwhil
     for piece in decode_video(vae, latents):
         pieces.append(piece)
         with torch.inference_mode():
-            encode_video(vae, torch.zeros(1, 3, 5, *whole.shape[3:]))
+            VideoEncoder(vae).encode(torch.zeros(1, 3, 5, *whole.shape[3:]))
             vae.decode(latents)
     assert [piece.shape[2] for piece in pieces] == [1, 4, 4, 4]
     assert torch.equal(torch.cat(pieces, dim=2), whole)

@@ -10,7 +10,6 @@ from engine.live_bytes import LiveBytes
 from engine.loading import kv_geometry
 from engine.model import Model, build_model, weight_bytes
 from engine.settings import EngineSettings
-from engine.vae import encode_video
 from kv_cache.paged_kv import KVGeometry
 from kv_cache.sizing import NotEnoughMemory, one_session_bytes, plan_budget
 from kv_cache.window import WindowPolicy
@@ -26,14 +25,16 @@ _DTYPE = torch.bfloat16
 class Footprint:
     """Bytes of serving in bfloat16, the forwards recorded as CUDA graphs.
 
-    weights: on the GPU. host_weights: in the host's memory, the text encoder or its embedding table. activations: the
-    most that a call takes for a while (the video encoder's). graphs: what recordings keep for themselves, copies of
+    weights: on the GPU. host_weights: in the host's memory, the text encoder or its embedding table. steady: features
+    of grey frames that the video encoder keeps. activations: the most that a call takes for a while (the video
+    encoder's). graphs: what recordings keep for themselves, copies of
     one session's cross-attention K/V and memory for the activations once more, which nothing else may use. session:
     K/V of one robot's full window, with what all share.
     """
 
     weights: int
     host_weights: int
+    steady: int
     activations: int
     graphs: int
     session: int
@@ -55,7 +56,7 @@ class Footprint:
 
     @property
     def _fixed(self) -> int:
-        return self.weights + self.activations + self.graphs + CUDA_BYTES
+        return self.weights + self.steady + self.activations + self.graphs + CUDA_BYTES
 
 
 def footprint(config: ModelConfig, fp8: bool = False, text_encoder_on_host: bool = False) -> Footprint:
@@ -63,10 +64,11 @@ def footprint(config: ModelConfig, fp8: bool = False, text_encoder_on_host: bool
     model = build_model(config)
     weights = weight_bytes(config, _DTYPE, fp8, text_encoder_on_host)
     geometry, window = kv_geometry(config, _DTYPE), WindowPolicy(config.dit.window_frames)
-    activations = _encoding_bytes(model)
+    steady, activations = _encoding_bytes(model)
     return Footprint(
         weights=weights.device,
         host_weights=weights.host,
+        steady=steady,
         activations=activations,
         graphs=graph_copies_bytes(geometry) + activations,
         session=one_session_bytes(geometry, window),
@@ -75,11 +77,14 @@ def footprint(config: ModelConfig, fp8: bool = False, text_encoder_on_host: bool
     )
 
 
-def _encoding_bytes(model: Model) -> int:
-    """Most bytes alive at once while a restart's video is encoded: the real operations, on shapes alone."""
+def _encoding_bytes(model: Model) -> tuple[int, int]:
+    """Bytes kept from the first encoding of a restart's video on, and the most alive at once while it goes on.
+
+    By the real operations, on shapes alone.
+    """
     config = model.config
-    shape = (1, 3, config.num_frames, config.video_height, config.video_width)
+    model.vae.bfloat16()
+    image = torch.empty(1, 3, 1, config.video_height, config.video_width, dtype=_DTYPE, device="meta")
     with torch.inference_mode(), LiveBytes() as live:
-        encode_video(model.vae, torch.empty(shape, device="meta"))
-    # The parameters on `meta` are float32, so what they give is; serving computes in bfloat16.
-    return live.peak * _DTYPE.itemsize // torch.float32.itemsize
+        model.video_encoder.encode_still(image, config.num_frames - 1)
+    return live.now, live.peak  # the peak comes before anything is kept

@@ -69,6 +69,7 @@ def _component(name: str, entries: list[StoredTensor]) -> str:
 
 def _memory(need: Footprint, cards_gib: Sequence[float]) -> Iterator[str]:
     yield f"  weights          {_gib(need.weights):>11}   (and {_gib(need.host_weights)} in the host's memory)"
+    yield f"  steady features  {_gib(need.steady):>11}   (of grey frames, which the VAE need not encode again)"
     yield f"  while encoding   {_gib(need.activations):>11}"
     yield f"  CUDA graphs      {_gib(need.graphs):>11}   (none with --execution eager)"
     yield f"  CUDA             {_gib(CUDA_BYTES):>11}   (allowance)"
