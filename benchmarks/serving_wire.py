@@ -11,9 +11,11 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from benchmarks.serving_processes import StubPolicy, observation, running, serve_ours, serve_plainly
 from engine.embodiment_file import read_embodiment
 from policy_server.observations import observation_spec
-from protocol.request_reader import RequestReader
+from protocol.codec import Limits
+from protocol.messages import read_request
 
 BLOCKS = 10
+LIMITS = Limits()
 DROID = observation_spec(read_embodiment("oxe_droid"))
 
 
@@ -21,13 +23,12 @@ def wire_table(rounds: int) -> list[str]:
     """Markdown rows: what, theirs, ours, ratio with the range of its blocks. Theirs and ours alternate call by call."""
     message = observation()
     frame = msgpack_numpy.packb(message)
-    reader = RequestReader(DROID)  # of one connection, as the server has it
     stub = functools.partial(StubPolicy, 0.0)
     with running(serve_plainly, stub) as (plain, _), running(serve_ours, stub) as (port, _):
         theirs, ours = (WebsocketClientPolicy("127.0.0.1", each) for each in (plain, port))
 
         def ours_parsed() -> object:
-            return reader.read(frame)
+            return read_request(frame, DROID, LIMITS)
 
         rows = [
             _row("decode, ours with validation", rounds, lambda: msgpack_numpy.unpackb(frame), ours_parsed),

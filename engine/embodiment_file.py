@@ -11,7 +11,7 @@ BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "embodim
 
 _DEFAULT_CROP = 0.95
 _DEFAULT_PROMPT = "Perform the default behavior."
-_RESERVED_KEYS = {"prompt", "session_id", "endpoint"}
+_RESERVED_KEYS = {"prompt", "session_id", "session_ids", "endpoint"}
 _HANDSHAKE = {"image_resolution", "needs_wrist_camera", "n_external_cameras"}
 
 

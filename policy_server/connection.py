@@ -5,56 +5,63 @@ import logging
 import secrets
 import time
 import traceback
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
 
 from engine.embodiment import Observation
-from engine.loop import EngineBusy, EngineStopped
+from engine.loop import EngineBusy, EngineStopped, TimedChunk
+from policy_server.link import RobotLink
 from policy_server.logs import log_event
 from policy_server.metrics import Metrics
-from policy_server.sessions import SessionInUse, Sessions
+from policy_server.sessions import Session, SessionInUse, Sessions
 from protocol.codec import CodecError, Dialect, Limits, encode
-from protocol.messages import (
-    RESET_REPLY,
-    InferRequest,
-    RequestError,
-    ResetRequest,
-    infer_reply,
-    size_warnings,
-)
+from protocol.messages import RESET_REPLY, InferRequest, RequestError, ResetRequest, infer_reply, read_request
 from protocol.observation_spec import ObservationSpec
-from protocol.request_reader import RequestReader
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+GREETING_SECONDS = 20.0
+"""The handshake waits so long for a server that loads. Some robots give up on one that takes 30 s; their first request
+waits instead, for which nobody is in such a hurry."""
+
 # A 4-frame observation (2.1 MB) takes about a millisecond to decode; what is larger would keep pings waiting.
 _LARGEST_DECODED_ON_EVENT_LOOP = 4 * 2**20
+_LONGEST_CLOSE_REASON = 123  # bytes
 
 
 class _RobotGone(Exception):
     """The robot left while its request was in the engine's hands."""
 
 
+class _NotLoaded(Exception):
+    """The policy could not be loaded: no request will ever be answered."""
+
+
 @dataclass(frozen=True)
 class Host:
     """What a conversation uses of its server.
 
+    loaded: done when calls are served, or with the reason why none will be.
     limits: on what a message may hold. spec: what an observation holds. handshake: what robots are told first.
-    debug: whether robots are sent tracebacks.
+    ping_interval, ping_timeout: see RobotLink.watch. debug: whether robots are sent tracebacks.
     cut_short: done when the server stops and no longer waits for calls.
     """
 
     sessions: Sessions
     metrics: Metrics
+    loaded: Future[dict[str, object]]
     limits: Limits
     spec: ObservationSpec
     handshake: dict[str, Any]
+    ping_interval: float
+    ping_timeout: float
     debug: bool
     cut_short: asyncio.Future[None]
 
@@ -63,39 +70,62 @@ class Conversation:
     """The life of one connection, one request at a time.
 
     Whatever is wrong with a request is answered in text, and the conversation goes on. It ends when the robot
-    leaves, breaks the WebSocket protocol, does not read its replies, or the server closes it.
+    leaves, falls silent, breaks the WebSocket protocol, does not read its replies, or the server closes it.
 
-    name: of the connection, unique in its server.
+    name: of the connection, unique in its server. replies_as_array: whether it takes nothing but the actions.
     """
 
-    def __init__(self, websocket: ServerConnection, name: str, host: Host) -> None:
-        self._websocket = websocket
+    def __init__(self, link: RobotLink, name: str, host: Host, replies_as_array: bool) -> None:
+        self._link = link
         self._name = name
         self._host = host
-        self._closed = asyncio.ensure_future(websocket.wait_closed())
-        self._reader = RequestReader(host.spec, host.limits)
+        self._replies_as_array = replies_as_array
+        self._closed = asyncio.ensure_future(link.wait_closed())
         self._previous_total_ms: float | None = None
-        self._size_was_warned_of = False
+        self._warned_of: set[str] = set()
         self._kind = "unknown"
         self.idle = asyncio.Event()  # set while no request is being worked on
         self.idle.set()
 
     async def run(self) -> None:
-        """Hold the conversation until it ends, then let go of the session."""
+        """Hold the conversation until it ends, then let go of the sessions."""
+        self._host.sessions.open(self._name, self._link.is_alive)
+        watch = asyncio.ensure_future(self._link.watch(self._host.ping_interval, self._host.ping_timeout))
         try:
+            await self._until_loaded(GREETING_SECONDS)
             await self._send(encode(self._host.handshake, Dialect.OPENPI))
             while not self._closed.done():
-                frame = await self._websocket.recv()
+                frame = await self._link.recv()
+                await self._until_loaded()
                 arrived_at = time.monotonic()
                 self.idle.clear()
                 await self._answer(frame)
                 self.idle.set()
                 self._previous_total_ms = 1e3 * (time.monotonic() - arrived_at)
+        except _NotLoaded as error:
+            await self._link.close(CloseCode.INTERNAL_ERROR, close_reason(error))
+        except EngineStopped:
+            await self._link.close(CloseCode.GOING_AWAY)
         except (ConnectionClosed, _RobotGone):
             pass  # the server logs every end of a connection
         finally:
             self.idle.set()
+            watch.cancel()
             self._host.sessions.leave(self._name)
+
+    async def _until_loaded(self, within: float | None = None) -> None:
+        """Return when calls are served, or after so many seconds. Raises _NotLoaded, EngineStopped and _RobotGone."""
+        if self._host.loaded.done() and self._host.loaded.exception() is None:
+            return
+        try:
+            async with asyncio.timeout(within):
+                await self._result(self._host.loaded)
+        except TimeoutError:
+            pass
+        except (EngineStopped, _RobotGone):
+            raise
+        except Exception as error:
+            raise _NotLoaded(str(error)) from error
 
     async def _answer(self, frame: str | bytes) -> None:
         self._kind = "unknown"
@@ -126,31 +156,26 @@ class Conversation:
         if isinstance(frame, str):
             raise RequestError("message", "a binary frame with one msgpack map", "a text frame")
         if len(frame) > _LARGEST_DECODED_ON_EVENT_LOOP:
-            request = await asyncio.to_thread(self._reader.read, frame)
+            request = await asyncio.to_thread(read_request, frame, self._host.spec, self._host.limits)
         else:
-            request = self._reader.read(frame)
+            request = read_request(frame, self._host.spec, self._host.limits)
         if isinstance(request, ResetRequest):
-            return await self._reset(request)
+            self._kind = "reset"
+            self._host.sessions.reset(self._name, request.session_ids)
+            return RESET_REPLY
         return await self._infer(request)
 
     async def _infer(self, request: InferRequest) -> bytes:
         self._kind = "infer"
-        self._warn_of_size(request)
+        session = await self._host.sessions.claim(self._name, request.session_id)
         observation = Observation(views=request.views, state=request.state, prompt=request.prompt)
-        timed = await self._result(self._host.sessions.infer(self._name, request.session_id, observation))
+        timed = await self._result(self._host.sessions.infer(session, observation))
         self._host.metrics.call(timed)
-        timing = {"infer_ms": 1e3 * timed.infer_seconds, "wait_ms": 1e3 * timed.wait_seconds}
-        if self._previous_total_ms is not None:
-            timing["prev_total_ms"] = self._previous_total_ms
-        log_event(log, logging.DEBUG, "call", connection=self._name, **timing)
-        return infer_reply(request, timed.chunk.actions, timing)
-
-    async def _reset(self, request: ResetRequest) -> str:
-        self._kind = "reset"
-        ended = self._host.sessions.reset(self._name, request.session_id)
-        if ended is not None:
-            await self._result(ended)
-        return RESET_REPLY
+        warnings = [*request.warnings, *timed.chunk.warnings]
+        about = {"server_timing": self._timing(timed), "episode": _episode(session, timed), "warnings": warnings}
+        session.answered()
+        self._log_warnings(warnings)
+        return infer_reply(request, timed.chunk.actions, about, as_array=self._replies_as_array)
 
     async def _result(self, job: Future[Result]) -> Result:
         """The job's result; if the robot leaves first, the job is cancelled, which costs nothing if it still waits.
@@ -167,8 +192,17 @@ class Conversation:
         raise EngineStopped("the server is shutting down and could not wait for this call")
 
     async def _send(self, reply: str | bytes) -> None:
-        await self._websocket.send(reply)
+        await self._link.send(reply)
         self._host.metrics.sent(len(reply))
+
+    def _timing(self, timed: TimedChunk) -> dict[str, float]:
+        """Milliseconds by name. Clients average over replies, so each has the same names, but for the first."""
+        timing = {"infer_ms": 1e3 * timed.infer_seconds, "wait_ms": 1e3 * timed.wait_seconds}
+        timing |= {f"{phase}_ms": 1e3 * seconds for phase, seconds in timed.chunk.seconds.items()}
+        if self._previous_total_ms is not None:
+            timing["prev_total_ms"] = self._previous_total_ms
+        log_event(log, logging.DEBUG, "call", connection=self._name, **timing)
+        return timing
 
     def _internal_error(self, error: Exception) -> str:
         """The robot learns the id under which the log has the traceback; with debug, the traceback too."""
@@ -181,9 +215,28 @@ class Conversation:
         traceback.clear_frames(error.__traceback__)  # they and the error hold each other, and the images with them
         return text
 
-    def _warn_of_size(self, request: InferRequest) -> None:
-        if self._size_was_warned_of:
-            return
-        if warnings := size_warnings(request, self._host.handshake["image_resolution"]):
-            self._size_was_warned_of = True
-            log_event(log, logging.WARNING, "image size", connection=self._name, found="; ".join(warnings))
+    def _log_warnings(self, warnings: Iterable[str]) -> None:
+        """Each once a connection. What a warning is of is its first word; the rest may be other numbers each time."""
+        for warning in warnings:
+            subject = warning.partition(" ")[0]
+            if subject not in self._warned_of:
+                self._warned_of.add(subject)
+                log_event(log, logging.WARNING, "observation", connection=self._name, found=warning)
+
+
+def _episode(session: Session, timed: TimedChunk) -> dict[str, object]:
+    """Where the episode stands after a call.
+
+    call: its number in the episode. window: "continued", or why the call began a window: see engine.session.Window,
+    and "reset" for the first call after one. resumed: whether the robot came back on another connection.
+    """
+    window = str(timed.chunk.window)
+    if window == "new" and session.after_reset:
+        window = "reset"
+    return {"call": timed.chunk.call, "window": window, "resumed": session.resumed}
+
+
+def close_reason(error: BaseException) -> str:
+    """What went wrong, as short as a closing frame wants it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.encode()[:_LONGEST_CLOSE_REASON].decode(errors="ignore")

@@ -20,9 +20,9 @@ from engine.embodiment import EmbodimentError
 from engine.embodiment_file import read_embodiment
 from engine.loop import EngineLoop, LoadPolicy
 from engine.recording import Recorder
-from policy_server.backpressure import BoundedConnection
-from policy_server.connection import Conversation, Host
+from policy_server.connection import Conversation, Host, close_reason
 from policy_server.http import Door, told_by_proxy
+from policy_server.link import RobotLink
 from policy_server.logs import log_event
 from policy_server.metrics import Metrics
 from policy_server.observations import handshake, observation_spec
@@ -39,6 +39,7 @@ _THREAD_END_SECONDS = 1.0
 # answer; memory belongs to those who do.
 _MESSAGES_AHEAD = 1
 _LEAST_WAITING_ROOM = 32
+_ARRAY_PATH = "/v1/realtime/robot/openpi"  # of vLLM-Omni, whose clients take the bare array
 
 
 class PolicyServer:
@@ -53,7 +54,7 @@ class PolicyServer:
         if settings.engine.save_video is not None:
             self._recorder = Recorder(Path(settings.engine.save_video), episode_name)
         self.engine = EngineLoop(load, max_queue=settings.max_queue, recorder=self._recorder)
-        self.sessions = Sessions(self.engine, settings.session_ttl)
+        self.sessions = Sessions(self.engine, settings.session_ttl, settings.max_sessions)
         self._conversations: dict[str, Conversation] = {}
         self._names = map(str, itertools.count(1))
         self._metrics = Metrics(
@@ -100,9 +101,12 @@ class PolicyServer:
         self._host = Host(
             sessions=self.sessions,
             metrics=self._metrics,
+            loaded=self.engine.loaded,
             limits=Limits(max_array_bytes=max_message_bytes),
             spec=observation_spec(embodiment),
             handshake=handshake(embodiment),
+            ping_interval=settings.ping_interval,
+            ping_timeout=settings.ping_timeout,
             debug=settings.debug,
             cut_short=asyncio.get_running_loop().create_future(),
         )
@@ -114,7 +118,7 @@ class PolicyServer:
                 process_request=self._process_request,
                 create_connection=cast(
                     type[ServerConnection],
-                    partial(BoundedConnection, write_timeout=settings.write_timeout, waiting_room=self._waiting_room),
+                    partial(RobotLink, write_timeout=settings.write_timeout, waiting_room=self._waiting_room),
                 ),
                 compression=None,
                 ssl=tls,
@@ -122,8 +126,7 @@ class PolicyServer:
                 max_size=max_message_bytes,
                 max_queue=_MESSAGES_AHEAD,
                 open_timeout=settings.handshake_timeout,
-                ping_interval=settings.ping_interval,
-                ping_timeout=settings.ping_timeout,
+                ping_interval=None,  # see RobotLink.watch
                 close_timeout=_CLOSE_TIMEOUT_SECONDS,
                 server_header=None,
                 logger=_websockets_logger(),
@@ -177,7 +180,7 @@ class PolicyServer:
             self._host.cut_short.set_result(None)
             await self._all_idle(_CLOSE_TIMEOUT_SECONDS)
         code = CloseCode.GOING_AWAY if self.engine_error is None else CloseCode.INTERNAL_ERROR
-        await self._close_all(code)
+        await self._close_all(code, close_reason(self.engine_error) if self.engine_error is not None else "")
         with contextlib.suppress(TimeoutError):  # of connections that have not said yet what they want
             await asyncio.wait_for(self._listener.wait_closed(), _CLOSE_TIMEOUT_SECONDS)
         self.sessions.close()
@@ -199,9 +202,9 @@ class PolicyServer:
             return False
         return True
 
-    async def _close_all(self, code: int) -> None:
+    async def _close_all(self, code: int, reason: str) -> None:
         connections = list(self._listener.all_connections)
-        closing = [asyncio.ensure_future(websocket.close(code)) for websocket in connections]
+        closing = [asyncio.ensure_future(websocket.close(code, reason)) for websocket in connections]
         if closing:
             await asyncio.wait(closing, timeout=_CLOSE_TIMEOUT_SECONDS)
         for websocket in connections:
@@ -211,7 +214,7 @@ class PolicyServer:
         return self._door.answer(request)
 
     def _refuses(self) -> str | None:
-        if not self.engine.loaded.done():
+        if self.engine.loaded.done() and self.engine.loaded.exception() is not None:
             return self.engine.not_ready
         if len(self._conversations) >= self.settings.max_connections:
             return f"{self.settings.max_connections} robots are connected already"
@@ -233,7 +236,9 @@ class PolicyServer:
         peer = websocket.remote_address
         fields = {"peer": f"{peer[0]}:{peer[1]}" if peer else ""} | told_by_proxy(websocket.request)
         log_event(log, logging.INFO, "connection open", connection=name, **fields)
-        conversation = self._conversations[name] = Conversation(websocket, name, self._host)
+        path = websocket.request.path.partition("?")[0] if websocket.request is not None else ""
+        as_array = self.settings.reply == "array" or path.rstrip("/").endswith(_ARRAY_PATH)
+        conversation = self._conversations[name] = Conversation(cast(RobotLink, websocket), name, self._host, as_array)
         try:
             await conversation.run()
             await websocket.close()

@@ -1,9 +1,13 @@
-"""Which connection owns which episode, and what becomes of an episode when its robot goes away."""
+"""Which connection holds which episodes, and what becomes of an episode when its robot goes away."""
 
 import asyncio
+import contextlib
+import itertools
 import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.embodiment import Observation
 from engine.loop import EngineLoop, EngineStopped, TimedChunk
@@ -13,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class SessionInUse(ValueError):
-    """Another live connection owns this session id."""
+    """Another live connection holds the session of this id."""
 
 
 def episode_name(key: str) -> str:
@@ -22,63 +26,120 @@ def episode_name(key: str) -> str:
 
 
 @dataclass(eq=False)
-class _Session:
-    key: str  # the engine's name for it: no explicit id can equal that of an episode without one
+class Session:
+    """One episode.
+
+    key: the engine's name for it: no explicit id can equal that of an episode without one. began: when, counted as
+    connections are. connection: who holds it; None while it waits for its robot.
+    after_reset: whether it began because its robot had reset the episode of that name. resumed: whether no call has
+    been answered since its robot came back on another connection.
+    """
+
+    key: str
     session_id: str | None
-    connection: str | None = None
+    began: int
+    after_reset: bool
+    connection: "_Connection | None" = None
+    resumed: bool = False
     expiry: asyncio.TimerHandle | None = None
     in_engine: bool = False
+
+    def answered(self) -> None:
+        """A call of it was answered."""
+        self.resumed = False
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One connection. opened: when, counted as sessions are. sessions: what it holds, least recently used first.
+
+    last: what it used last, until that ended. reset: names that it reset and has not used again.
+    """
+
+    name: str
+    opened: int
+    is_alive: Callable[[], Awaitable[bool]]
+    sessions: OrderedDict[str, Session] = field(default_factory=OrderedDict)
+    last: Session | None = None
+    reset: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
 
 class Sessions:
     """Every session of a server. Not thread-safe: it lives on the event loop.
 
-    A connection has one session at a time: the one with the id it sent last, or one without an id that lives as
-    long as the connection. A session with an id survives its connection for `ttl` seconds.
+    A connection holds as many sessions as it names ids, up to `most`, and one without an id. No clock ends them while
+    it lives. A session with an id survives its connection for `ttl` seconds.
     """
 
-    def __init__(self, engine: EngineLoop, ttl: float) -> None:
+    def __init__(self, engine: EngineLoop, ttl: float, most: int) -> None:
         self._engine = engine
         self._ttl = ttl
-        self._by_key: dict[str, _Session] = {}
-        self._by_connection: dict[str, _Session] = {}
+        self._most = most
+        self._order = itertools.count()
+        self._connections: dict[str, _Connection] = {}
+        self._by_key: dict[str, Session] = {}
 
-    def infer(self, connection: str, session_id: str | None, observation: Observation) -> Future[TimedChunk]:
-        """Queue a call for the connection's session, which becomes `session_id` unless that is None.
+    def open(self, connection: str, is_alive: Callable[[], Awaitable[bool]]) -> None:
+        """A connection was made. is_alive: finds out, within seconds, whether somebody is at its other end."""
+        self._connections[connection] = _Connection(connection, next(self._order), is_alive)
 
-        Raises SessionInUse, and then nothing has changed; EngineBusy or EngineStopped, and then the change of
-        session stands.
+    async def claim(self, connection: str, session_id: str | None) -> Session:
+        """The session that the connection names, or else used last; made where there is none.
+
+        A session whose robot is away goes on, on a connection that was opened after it began: one that was open before
+        cannot be its robot come back. If another connection holds it that shows no sign of life, it changes hands.
+        Raises SessionInUse where that one is alive, and then nothing has changed.
         """
-        session = self._claim(connection, session_id)
+        claimant = self._connections[connection]
+        if session_id is not None:
+            key = _key_of(session_id)
+        else:
+            key = claimant.last.key if claimant.last is not None else f"connection {connection}"
+        await self._free_from_the_dead(key, claimant)
+        session = self._by_key.get(key)
+        if session is not None and session.connection is None and session.began > claimant.opened:
+            self._end(session, "another robot's")
+            session = None
+        if session is None or session.connection is None:
+            session = self._take(claimant, session or self._begin(claimant, key, session_id))
+        claimant.sessions.move_to_end(key)
+        claimant.last = session
+        return session
+
+    def infer(self, session: Session, observation: Observation) -> Future[TimedChunk]:
+        """Queue a call for a claimed session. Raises EngineBusy or EngineStopped."""
         future = self._engine.infer(session.key, observation)
         session.in_engine = True
         return future
 
-    def reset(self, connection: str, session_id: str | None = None) -> Future[None] | None:
-        """End the connection's session, if it has one; the future tells when the engine has done so.
+    def reset(self, connection: str, session_ids: Sequence[str] | None) -> None:
+        """End the sessions of these ids, or without any the one that the connection used last.
 
-        session_id: an episode that its robot names, which may have begun on an earlier connection: if it waits for its
-        robot, it ends too. That of another live connection is left alone. The same id, sent again, is a fresh episode.
+        Those of other live connections stay, and ids that nobody knows are fine. The same id, sent again, is a fresh
+        episode, also if it comes before the engine has seen the end of this one.
         """
-        ended = None
-        if (current := self._by_connection.get(connection)) is not None:
-            ended = self._end(current, "reset")
-        named = self._by_key.get(_key_of(session_id)) if session_id is not None else None
-        if named is not None and named.connection is None:
-            ended = self._end(named, "reset") or ended  # the engine ends them in this order
-        return ended
+        asking = self._connections[connection]
+        if session_ids is None:
+            named = [asking.last] if asking.last is not None else []
+        else:
+            known = [self._by_key.get(_key_of(each)) for each in session_ids]
+            named = [each for each in known if each is not None and each.connection in (None, asking)]
+        for session in named:
+            self._end(session, "reset")
+            asking.reset[session.key] = None
+            if len(asking.reset) > self._most:
+                asking.reset.popitem(last=False)
 
     def leave(self, connection: str) -> None:
-        """The connection is gone: its session waits `ttl` seconds for it to come back, or ends if it has no id."""
-        session = self._by_connection.pop(connection, None)
-        if session is None:
-            return
-        session.connection = None
-        if session.session_id is None or not session.in_engine or self._ttl == 0:
-            self._end(session, "disconnected")
-        else:
-            loop = asyncio.get_running_loop()
-            session.expiry = loop.call_later(self._ttl, self._end, session, "expired")
+        """The connection is gone: its sessions wait `ttl` seconds for it to come back, or end if they have no id."""
+        gone = self._connections.pop(connection)
+        for session in list(gone.sessions.values()):
+            if session.session_id is None or not session.in_engine or self._ttl == 0:
+                self._end(session, "disconnected")
+            else:
+                self._release(session)
+                loop = asyncio.get_running_loop()
+                session.expiry = loop.call_later(self._ttl, self._end, session, "expired")
 
     def close(self) -> None:
         """Forget everything, without a word to the engine, which is going away too."""
@@ -86,56 +147,73 @@ class Sessions:
             if session.expiry is not None:
                 session.expiry.cancel()
         self._by_key.clear()
-        self._by_connection.clear()
+        for connection in self._connections.values():
+            connection.sessions.clear()
+            connection.last = None
 
     @property
     def connected(self) -> int:
         """Sessions of live connections."""
-        return len(self._by_connection)
+        return sum(len(connection.sessions) for connection in self._connections.values())
 
     @property
     def waiting(self) -> int:
         """Sessions that wait for their robot to come back."""
-        return len(self._by_key) - len(self._by_connection)
+        return len(self._by_key) - self.connected
 
-    def _claim(self, connection: str, session_id: str | None) -> _Session:
-        current = self._by_connection.get(connection)
-        if current is not None and session_id in (None, current.session_id):
-            return current
-        key = _key_of(session_id) if session_id is not None else f"connection {connection}"
-        session = self._by_key.get(key)
-        if session is not None and session.connection is not None:
-            raise SessionInUse(
-                f"session_id: {session_id!r:.200} is in use by another connection; expected an id of its own"
-            )
-        if current is not None:
-            self._end(current, "switched")
-        if session is None:
-            session = self._by_key[key] = _Session(key, session_id)
-            event = "session start"
-        else:
-            event = "session resumed"
+    async def _free_from_the_dead(self, key: str, claimant: _Connection) -> None:
+        """Have a session that another connection holds wait for its robot, if that connection is dead."""
+        while (session := self._by_key.get(key)) is not None and session.connection not in (None, claimant):
+            holder = session.connection
+            assert holder is not None
+            if await holder.is_alive():
+                raise SessionInUse(
+                    f"session_id: {session.session_id!r:.200} is in use by another connection; expected an id of its "
+                    "own"
+                )
+            if session.connection is holder and self._by_key.get(key) is session:
+                self._release(session)
+                fields = {"connection": holder.name, "session": session.session_id}
+                log_event(log, logging.WARNING, "session taken from a silent connection", **fields)
+
+    def _begin(self, connection: _Connection, key: str, session_id: str | None) -> Session:
+        if len(connection.sessions) >= self._most:
+            self._end(next(iter(connection.sessions.values())), "least recently used")
+        after_reset = key in connection.reset
+        connection.reset.pop(key, None)
+        session = self._by_key[key] = Session(key, session_id, next(self._order), after_reset)
+        return session
+
+    def _take(self, connection: _Connection, session: Session) -> Session:
+        """Give the connection a session that nobody holds."""
         if session.expiry is not None:
             session.expiry.cancel()
             session.expiry = None
+        session.resumed = session.in_engine
         session.connection = connection
-        self._by_connection[connection] = session
-        log_event(log, logging.INFO, event, connection=connection, session=session_id)
+        connection.sessions[session.key] = session
+        event = "session resumed" if session.resumed else "session start"
+        log_event(log, logging.INFO, event, connection=connection.name, session=session.session_id)
         return session
 
-    def _end(self, session: _Session, reason: str) -> Future[None] | None:
+    def _release(self, session: Session) -> None:
+        connection = session.connection
+        if connection is None:
+            return
+        del connection.sessions[session.key]
+        if connection.last is session:
+            connection.last = None
+        session.connection = None
+
+    def _end(self, session: Session, reason: str) -> None:
         del self._by_key[session.key]
         if session.expiry is not None:
             session.expiry.cancel()
-        if session.connection is not None:
-            del self._by_connection[session.connection]
+        self._release(session)
         log_event(log, logging.INFO, "session end", session=session.session_id or session.key, reason=reason)
-        if not session.in_engine:
-            return None
-        try:
-            return self._engine.end_session(session.key)
-        except EngineStopped:
-            return None  # it forgets everything anyway
+        if session.in_engine:
+            with contextlib.suppress(EngineStopped):  # it forgets everything anyway
+                self._engine.end_session(session.key)
 
 
 def _key_of(session_id: str) -> str:

@@ -16,6 +16,7 @@ from engine.settings import EngineSettings
 
 ENVIRONMENT_PREFIX = "DREAMZERO_"
 _KEY_SETTINGS = ("api_key", "api_key_file")
+REPLIES = ("map", "array")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -33,12 +34,17 @@ class ServerSettings:
     tls_cert: certificate chain (PEM) for wss:// and https://. tls_key: its private key (PEM).
     max_message_mib: largest message taken, in MiB; a larger one closes its connection.
     max_connections: robots connected at once; more are answered 503.
+    max_sessions: sessions that one connection may keep; more end the one that it used least recently. One that is idle
+    takes a few MB of host memory, and of the device's only what nobody else needs.
     max_queue: calls that may wait for the engine; more are answered "busy".
     session_ttl: seconds that a disconnected robot's session is kept for its return.
     drain_timeout: seconds that SIGTERM and Ctrl-C leave to the calls already accepted.
     handshake_timeout: seconds in which a new connection must have asked for something.
-    ping_interval: seconds between pings to a robot. ping_timeout: seconds after which a robot that does not answer
-    a ping is cut off. write_timeout: seconds after which a robot that does not read its replies is cut off.
+    ping_interval: seconds between pings to a robot. ping_timeout: seconds after which a robot from which not a byte
+    came, no answer to a ping either, is cut off. write_timeout: seconds after which a robot that does not read its
+    replies is cut off.
+    reply: what answers an observation: a "map" with actions, timing and warnings, or the "array" of actions alone, as
+    DreamZero's own test client wants it.
     debug: send tracebacks to clients. log_json: log JSON lines. log_level: debug, info, warning or error.
     """
 
@@ -50,13 +56,15 @@ class ServerSettings:
     tls_key: Path | None = None
     max_message_mib: int = 32
     max_connections: int = 128
+    max_sessions: int = 128
     max_queue: int = 64
     session_ttl: float = 60.0
     drain_timeout: float = 30.0
     handshake_timeout: float = 10.0
     ping_interval: float = 20.0
-    ping_timeout: float = 20.0
+    ping_timeout: float = 600.0
     write_timeout: float = 10.0
+    reply: str = "map"
     debug: bool = False
     log_json: bool = False
     log_level: str = "info"
@@ -66,7 +74,7 @@ class ServerSettings:
         """Raises SettingsError on a value out of range, a contradiction or an unreadable key file."""
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port: expected 0 to 65535, found {self.port}")
-        for name in ("max_message_mib", "max_connections", "max_queue"):
+        for name in ("max_message_mib", "max_connections", "max_sessions", "max_queue"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{_flag(name)[2:]}: expected 1 or more, found {getattr(self, name)}")
         for name in ("session_ttl", "drain_timeout"):
@@ -75,6 +83,11 @@ class ServerSettings:
         for name in ("handshake_timeout", "ping_interval", "ping_timeout", "write_timeout"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{_flag(name)[2:]}: expected more than 0 seconds, found {getattr(self, name)}")
+        if self.ping_timeout <= self.ping_interval:
+            expected = f"more than ping-interval, which is {self.ping_interval:g} seconds"
+            raise SettingsError(f"ping-timeout: expected {expected}, found {self.ping_timeout:g}")
+        if self.reply not in REPLIES:
+            raise SettingsError(f"reply: expected one of {', '.join(REPLIES)}, found {self.reply!r}")
         if self.log_level not in LOG_LEVELS:
             raise SettingsError(f"log-level: expected one of {', '.join(LOG_LEVELS)}, found {self.log_level!r}")
         if (self.tls_cert is None) != (self.tls_key is None):

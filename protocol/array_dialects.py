@@ -1,32 +1,45 @@
-"""The three ways in which clients put NumPy arrays and scalars into msgpack maps.
+"""The three ways in which clients put NumPy arrays and scalars into msgpack maps, each with keys as bin or as str.
 
-Only booleans, integers and floats pass, by a table of their names: no client text ever reaches np.dtype, and nothing
-is ever unpickled.
+Only booleans, integers, floats and single texts pass, by a table of their names: no client text ever reaches np.dtype,
+and nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from protocol.errors import CodecError, described
+from protocol.errors import PACK_AS_BIN, CodecError, described
 
 
 class Dialect(enum.Enum):
-    """Whose msgpack maps stand for arrays."""
+    """Whose msgpack maps stand for arrays, and the type of the maps' keys.
 
-    OPENPI = "openpi"  # openpi_client.msgpack_numpy
-    MSGPACK_NUMPY = "msgpack-numpy"  # the PyPI package of that name
-    NATIVE = "native"  # vLLM-Omni
+    JavaScript's libraries write keys as str and cannot read any others.
+    """
+
+    OPENPI = ("openpi", bytes)  # openpi_client.msgpack_numpy
+    OPENPI_TEXT_KEYS = ("openpi", str)
+    MSGPACK_NUMPY = ("msgpack-numpy", bytes)  # the PyPI package of that name
+    MSGPACK_NUMPY_TEXT_KEYS = ("msgpack-numpy", str)
+    NATIVE = ("native", str)  # vLLM-Omni
+    NATIVE_BINARY_KEYS = ("native", bytes)
+
+    @property
+    def keys(self) -> type[bytes] | type[str]:
+        """Type of the keys of maps that stand for arrays."""
+        return self.value[1]
 
 
 _CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 _DTYPES = {order + code: np.dtype(order + code) for order in ("", "|", "=", "<", ">") for code in _CODES}
 _EXPECTED_DTYPE = "a boolean, integer or float dtype such as '|u1' or '<f4'"
+_TEXT_DTYPE = re.compile(r"([<>=|]?)([US])([0-9]{1,7})")
 
 
 class WireArray(NamedTuple):
@@ -37,25 +50,32 @@ class WireArray(NamedTuple):
 
 
 class WireScalar(NamedTuple):
-    """A NumPy scalar that came in a frame."""
+    """A NumPy scalar that came in a frame; the text itself where it was one, or an array of one."""
 
-    value: np.generic
+    value: np.generic | str
     dialect: Dialect
 
 
-def array_in(fields: Mapping[str, object], max_bytes: int, max_rank: int) -> WireArray | WireScalar | None:
+def array_in(
+    fields: Mapping[str, object], keys: type[bytes] | type[str], max_bytes: int, max_rank: int
+) -> WireArray | WireScalar | None:
     """What a decoded map stands for; None where it is an ordinary map.
 
-    fields: keys as str, binary values as memoryviews of the frame.
+    fields: keys as str, binary values as memoryviews of the frame. keys: type that the keys had there.
     Raises CodecError where the map claims to be an array or a scalar and is not a valid one.
     """
-    if "__ndarray__" in fields:
-        return WireArray(_array(fields, "dtype", max_bytes, max_rank), Dialect.OPENPI)
-    if "__npgeneric__" in fields:
-        return WireScalar(_openpi_scalar(fields), Dialect.OPENPI)
+    if "__ndarray__" in fields or "__npgeneric__" in fields:
+        dialect = Dialect(("openpi", keys))
+        if (text := _single_text(fields, "dtype", max_rank)) is not None:
+            return WireScalar(text, dialect)
+        if "__ndarray__" in fields:
+            return WireArray(_array(fields, "dtype", max_bytes, max_rank), dialect)
+        return WireScalar(_openpi_scalar(fields), dialect)
     if "nd" in fields:
         kind = _text(fields, "kind") if "kind" in fields else ""
-        dialect = Dialect.NATIVE if kind else Dialect.MSGPACK_NUMPY
+        dialect = Dialect(("native" if kind else "msgpack-numpy", keys))
+        if (text := _single_text(fields, "type", max_rank)) is not None:
+            return WireScalar(text, dialect)
         dtype = _dtype(fields, "type")
         if kind and kind != dtype.kind:
             raise CodecError(f"expected {dtype.kind!r} as dtype {dtype.str!r} says, found {kind!r}").inside("kind")
@@ -78,30 +98,27 @@ def array_fields(array: np.ndarray, dialect: Dialect) -> dict[bytes | str, objec
     """The map that stands for an array; its data is a view where the array is C-contiguous. Raises CodecError."""
     _check_encodable(array.dtype)
     data = (array if array.flags.c_contiguous else array.copy(order="C")).data
-    return _ARRAY_FIELDS[dialect](array.dtype, list(array.shape), data)
+    family, keys = dialect.value
+    return _with_keys(keys, _ARRAY_FIELDS[family](array.dtype, list(array.shape), data))
 
 
 def scalar_fields(scalar: np.generic, dialect: Dialect) -> dict[bytes | str, object]:
     """The map that stands for a NumPy scalar. Raises CodecError."""
     _check_encodable(scalar.dtype)
-    return _SCALAR_FIELDS[dialect](scalar)
+    family, keys = dialect.value
+    return _with_keys(keys, _SCALAR_FIELDS[family](scalar))
 
 
-_ARRAY_FIELDS: dict[Dialect, Callable[[np.dtype, list[int], memoryview], dict[bytes | str, object]]] = {
-    Dialect.OPENPI: lambda dtype, shape, data: {
-        b"__ndarray__": True,
-        b"data": data,
-        b"dtype": dtype.str,
-        b"shape": shape,
+_ARRAY_FIELDS: dict[str, Callable[[np.dtype, list[int], memoryview], dict[str, object]]] = {
+    "openpi": lambda dtype, shape, data: {"__ndarray__": True, "data": data, "dtype": dtype.str, "shape": shape},
+    "msgpack-numpy": lambda dtype, shape, data: {
+        "nd": True,
+        "type": dtype.str,
+        "kind": b"",
+        "shape": shape,
+        "data": data,
     },
-    Dialect.MSGPACK_NUMPY: lambda dtype, shape, data: {
-        b"nd": True,
-        b"type": dtype.str,
-        b"kind": b"",
-        b"shape": shape,
-        b"data": data,
-    },
-    Dialect.NATIVE: lambda dtype, shape, data: {
+    "native": lambda dtype, shape, data: {
         "nd": True,
         "type": dtype.str,
         "kind": dtype.kind,
@@ -110,16 +127,20 @@ _ARRAY_FIELDS: dict[Dialect, Callable[[np.dtype, list[int], memoryview], dict[by
     },
 }
 
-_SCALAR_FIELDS: dict[Dialect, Callable[[np.generic], dict[bytes | str, object]]] = {
-    Dialect.OPENPI: lambda scalar: {b"__npgeneric__": True, b"data": scalar.item(), b"dtype": scalar.dtype.str},
-    Dialect.MSGPACK_NUMPY: lambda scalar: {b"nd": False, b"type": scalar.dtype.str, b"data": scalar.tobytes()},
-    Dialect.NATIVE: lambda scalar: {
+_SCALAR_FIELDS: dict[str, Callable[[np.generic], dict[str, object]]] = {
+    "openpi": lambda scalar: {"__npgeneric__": True, "data": scalar.item(), "dtype": scalar.dtype.str},
+    "msgpack-numpy": lambda scalar: {"nd": False, "type": scalar.dtype.str, "data": scalar.tobytes()},
+    "native": lambda scalar: {
         "nd": False,
         "type": scalar.dtype.str,
         "kind": scalar.dtype.kind,
         "data": scalar.tobytes(),
     },
 }
+
+
+def _with_keys(keys: type[bytes] | type[str], fields: dict[str, object]) -> dict[bytes | str, object]:
+    return {key.encode() if keys is bytes else key: value for key, value in fields.items()}
 
 
 def _check_encodable(dtype: np.dtype) -> None:
@@ -161,6 +182,31 @@ def _openpi_scalar(fields: Mapping[str, object]) -> np.generic:
     raise CodecError(f"expected a value of dtype {dtype.str!r}, found {described(value)}").inside("data")
 
 
+def _single_text(fields: Mapping[str, object], dtype_key: str, max_rank: int) -> str | None:
+    """The text in an array or scalar of text dtype, which may hold one text alone; None where the dtype is another.
+
+    np.str_ itself is a str to msgpack; this is what np.array("...") becomes.
+    """
+    value = fields.get(dtype_key)
+    match = _TEXT_DTYPE.fullmatch(_text(fields, dtype_key)) if isinstance(value, (str, memoryview)) else None
+    if match is None:
+        return None
+    if "__npgeneric__" in fields and isinstance(text := fields.get("data"), str):
+        return text
+    shape, data = _shape(fields, max_rank) if "shape" in fields else (), _data(fields)
+    if math.prod(shape) != 1:
+        raise CodecError(f"expected one text, found an array of texts of shape {shape}").inside("shape")
+    order, kind, length = match.groups()
+    expected = int(length) * (4 if kind == "U" else 1)
+    if data.nbytes != expected:
+        raise CodecError(f"a text of {match[0]!r} needs {expected} bytes, found {data.nbytes}").inside("data")
+    encoding = "utf-8" if kind == "S" else "utf-32-be" if order == ">" else "utf-32-le"
+    try:
+        return bytes(data).decode(encoding).rstrip("\0")
+    except UnicodeDecodeError:
+        raise CodecError(f"text that is not valid {encoding}").inside("data") from None
+
+
 def _field(fields: Mapping[str, object], key: str) -> object:
     try:
         return fields[key]
@@ -170,6 +216,8 @@ def _field(fields: Mapping[str, object], key: str) -> object:
 
 def _data(fields: Mapping[str, object]) -> memoryview:
     data = _field(fields, "data")
+    if isinstance(data, str):
+        raise CodecError(f"expected raw bytes (bin), found text: {PACK_AS_BIN}").inside("data")
     if not isinstance(data, memoryview):
         raise CodecError(f"expected raw bytes, found {described(data)}").inside("data")
     return data

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgpack
 import numpy as np
 
 from protocol.array_dialects import Dialect, array_fields, scalar_fields
 from protocol.errors import CodecError, described
-from protocol.layout import Layout
 from protocol.msgpack_reader import Limits, Reader
 
-__all__ = ["CodecError", "Decoder", "Dialect", "Limits", "decode", "encode"]
+__all__ = ["CodecError", "Dialect", "Limits", "decode", "encode"]
 
 _DEEPEST = 64
 
 
-def decode(frame: bytes, limits: Limits = Limits()) -> tuple[object, Dialect]:  # noqa: B008 (frozen)
+def decode(
+    frame: bytes,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    wanted: Mapping[bytes, str] | None = None,
+) -> tuple[object, Dialect]:
     """The value in a frame, and the dialect of its first array or NumPy scalar (OPENPI where it has none).
 
-    Map keys come out as str, arrays as np.ndarray and NumPy scalars as np.generic. Arrays are writable, C-contiguous,
-    in native byte order and have memory of their own: their data is copied once.
+    Map keys come out as str, arrays as np.ndarray, NumPy scalars as np.generic, and text in either as str. Arrays are
+    writable, C-contiguous, in native byte order and have memory of their own: their data is copied once.
+    wanted: keys of the message's map, by their UTF-8 bytes, that are read. What else the map holds may be anything.
     Raises CodecError, and nothing else, where the frame is invalid or over a limit.
     """
     reader = Reader(bytes(frame), limits)
-    return reader.read_whole(), reader.dialect or Dialect.OPENPI
-
-
-class Decoder:
-    """Decodes the frames of one connection: as `decode` does, and faster where a frame repeats the last one's layout.
-
-    A robot's observations differ in array data alone. Where all other bytes of a frame are those of the frame before,
-    nothing but the data has to be looked at.
-
-    repeated: whether that was so for the last frame decoded.
-    """
-
-    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 (frozen)
-        self.repeated = False
-        self._limits = limits
-        self._layout: Layout | None = None
-
-    def decode(self, frame: bytes) -> tuple[object, Dialect]:
-        """As the function `decode`."""
-        frame = bytes(frame)
-        if self._layout is not None:
-            repeated = self._layout.decode(frame)
-            if repeated is not None:
-                self.repeated = True
-                return repeated, self._layout.dialect
-        self.repeated = False
-        reader = Reader(frame, self._limits)
-        value, dialect = reader.read_whole(), reader.dialect or Dialect.OPENPI
-        self._layout = Layout.of(frame, value, reader.arrays, dialect)
-        return value, dialect
+    return reader.read_whole(wanted), reader.dialect or Dialect.OPENPI
 
 
 def encode(value: object, dialect: Dialect) -> bytes:

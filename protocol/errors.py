@@ -6,6 +6,20 @@ import numpy as np
 
 _LONGEST_QUOTE = 40
 
+PACK_AS_BIN = "binary data is packed as bin (in Python: use_bin_type=True)"
+"""For whoever sent bytes as text, as msgpack did before it told the two apart."""
+
+_COMPRESSED = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"RIFF": "WebP",
+    b"GIF8": "GIF",
+    b"BM": "BMP",
+    b"II*\x00": "TIFF",
+    b"MM\x00*": "TIFF",
+}
+_FIELDS_OF_ARRAYS = {"data", "dtype", "type", "shape"}
+
 
 class CodecError(ValueError):
     """A frame that cannot be decoded, or a value that cannot be encoded.
@@ -48,6 +62,14 @@ def shortened(text: str, longest: int = _LONGEST_QUOTE) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
 
 
+def _kind_of_bytes(value: bytes | memoryview) -> str:
+    start = bytes(value[:8])
+    for beginning, name in _COMPRESSED.items():
+        if start.startswith(beginning):
+            return f" of a compressed image ({name}): decode it before sending"
+    return ""
+
+
 def described(value: object) -> str:
     """A value's kind, and the value itself where that is short: "float32 array of shape (3,)", "text 'abc'"."""
     if isinstance(value, np.ndarray):
@@ -57,8 +79,11 @@ def described(value: object) -> str:
     if isinstance(value, str):
         return f"text {shortened(value)!r}"
     if isinstance(value, (bytes, memoryview)):
-        return f"{len(value)} raw bytes"
+        return f"{len(value)} raw bytes{_kind_of_bytes(value)}"
     if isinstance(value, dict):
+        if len(_FIELDS_OF_ARRAYS & value.keys()) > 1:
+            keys = ", ".join(sorted(map(shortened, value)))
+            return f"a plain map with {keys} (an array's map has '__ndarray__' or 'nd' in it)"
         return f"a map of {len(value)} entries"
     if isinstance(value, list):
         return f"a list of {len(value)} entries"

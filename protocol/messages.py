@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from protocol.codec import Dialect, encode
+from protocol.codec import Dialect, Limits, decode, encode
 from protocol.errors import RequestError, described
 from protocol.observation import camera_views, state_vectors
 from protocol.observation_spec import ObservationSpec
-
-if TYPE_CHECKING:
-    from typing import TypeGuard  # not in Python 3.9
 
 __all__ = [
     "RESET_REPLY",
     "InferRequest",
     "RequestError",
     "ResetRequest",
-    "Style",
     "infer_reply",
     "parse_request",
-    "size_warnings",
+    "read_request",
 ]
 
 RESET_REPLY = "reset successful"
 """The text frame that answers a reset."""
 
 LONGEST_SESSION_ID = 256
-
-
-class Style(enum.Enum):
-    """Whose conversation it is. RoboArena clients name an endpoint in every request, openpi clients never do."""
-
-    ROBOARENA = "roboarena"
-    OPENPI = "openpi"
 
 
 @dataclass(frozen=True)
@@ -49,96 +36,116 @@ class InferRequest:
         entry.
     state: state vector name to (size,) float64, finite.
     prompt: the task, may be empty. session_id: the episode's name, None where the client gave none.
+    warnings: what is wrong with the pictures although they are used, a sentence each.
     """
 
     views: dict[str, np.ndarray]
     state: dict[str, np.ndarray]
     prompt: str
     session_id: str | None
-    style: Style
     dialect: Dialect
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ResetRequest:
-    """Drop the connection's current episode; to be answered with the text RESET_REPLY.
+    """End episodes; to be answered with the text RESET_REPLY.
 
-    session_id: the episode meant, where the client says so: after a reconnect the connection alone does not tell.
+    session_ids: the episodes meant, by name; None where the client names none, and means the one that it used last.
     """
 
-    style: Style
-    dialect: Dialect
-    session_id: str | None = None
+    session_ids: tuple[str, ...] | None = None
+
+
+def read_request(frame: bytes, spec: ObservationSpec, limits: Limits) -> InferRequest | ResetRequest:
+    """The request in a frame. What it holds under keys that nobody asks for may be anything.
+
+    spec: what an observation of the robots served holds.
+    Raises CodecError where the frame cannot be decoded, RequestError where it is no request.
+    """
+    return parse_request(*decode(frame, limits, spec.wanted), spec)
 
 
 def parse_request(value: object, dialect: Dialect, spec: ObservationSpec) -> InferRequest | ResetRequest:
     """The request in a decoded message (protocol.codec.decode gives value and dialect). Unknown keys are ignored.
 
-    spec: what an observation of the robots served holds.
+    Requests of the RoboArena family name an endpoint, those of the openpi family never do and are observations.
     Raises RequestError, which names the key at fault and what was expected there.
     """
     if not isinstance(value, dict):
         raise RequestError("message", "a map with an observation", described(value))
-    style = Style.ROBOARENA if "endpoint" in value else Style.OPENPI
     endpoint = value.get("endpoint", "infer")
     if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
         raise RequestError("endpoint", "'infer' or 'reset'", described(endpoint))
     if endpoint == "reset":
-        return ResetRequest(style, dialect, session_id=_reset_session_id(value))
+        return ResetRequest(_named_by_reset(value))
+    views, warnings = camera_views(value, spec)
     return InferRequest(
-        views=camera_views(value, spec),
+        views=views,
         state=state_vectors(value, spec),
         prompt=_prompt(value),
         session_id=_session_id(value),
-        style=style,
         dialect=dialect,
+        warnings=warnings,
     )
 
 
-def infer_reply(request: InferRequest, actions: np.ndarray, server_timing: Mapping[str, float]) -> bytes:
-    """The frame that answers an observation, in its client's style and array dialect.
+def infer_reply(
+    request: InferRequest, actions: np.ndarray, about: Mapping[str, object], *, as_array: bool = False
+) -> bytes:
+    """The frame that answers an observation, in its client's array dialect: a map of `actions` and more.
 
-    actions: (horizon, action size) float32. server_timing: milliseconds by name; RoboArena replies have no place for
-    it.
+    actions: (horizon, action size) float32. about: the map's further entries.
+    as_array: the actions alone, for clients that take nothing else.
     """
-    if request.style is Style.ROBOARENA:
+    if as_array:
         return encode(actions, request.dialect)
-    return encode({"actions": actions, "server_timing": dict(server_timing)}, request.dialect)
-
-
-def size_warnings(request: InferRequest, resolution: Sequence[int]) -> list[str]:
-    """One sentence for each camera whose images are not of the size (height, width) that the handshake asks for."""
-    height, width = resolution
-    warnings = []
-    for name, frames in request.views.items():
-        h, w = frames.shape[1:3]
-        if (h, w) != (height, width):
-            effect = "resized" if h * width == w * height else "another aspect ratio, distorted when resized"
-            warnings.append(f"{name} images are {h}x{w}, the handshake asks for {height}x{width}: {effect}")
-    return warnings
+    return encode({"actions": actions, **about}, request.dialect)
 
 
 def _prompt(value: Mapping[str, object]) -> str:
     prompt = value.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
     if not isinstance(prompt, str):
         raise RequestError("prompt", "text", described(prompt) if "prompt" in value else "nothing")
     return prompt
 
 
 def _session_id(value: Mapping[str, object]) -> str | None:
-    if "session_id" not in value:
+    given = value.get("session_id")
+    if given is None:
         return None
-    session_id = value["session_id"]
-    if not _is_session_id(session_id):
-        raise RequestError("session_id", f"text of 1 to {LONGEST_SESSION_ID} characters", described(session_id))
+    session_id = _name(given)
+    if session_id is None:
+        raise RequestError("session_id", f"text of 1 to {LONGEST_SESSION_ID} characters", described(given))
     return session_id
 
 
-def _reset_session_id(value: Mapping[str, object]) -> str | None:
-    """A reset carries what its client likes; only what can be a session id is taken for one."""
-    session_id = value.get("session_id")
-    return session_id if _is_session_id(session_id) else None
+def _named_by_reset(value: Mapping[str, object]) -> tuple[str, ...] | None:
+    """All names under `session_id` and `session_ids`, each of which may hold one or several.
+
+    A reset carries what its client likes: what can be no name names no episode. Nor does a `session_ids` of nil, which
+    vectorised simulators send when an environment without an episode is reset.
+    """
+    given: list[object] = []
+    for key in ("session_id", "session_ids"):
+        names = value.get(key)
+        if isinstance(names, np.ndarray):
+            names = list(names.reshape(-1))
+        given += names if isinstance(names, list) else [names]
+    if "session_ids" not in value and all(each is None or (isinstance(each, str) and not each) for each in given):
+        return None
+    return tuple(dict.fromkeys(name for name in map(_name, given) if name is not None))
 
 
-def _is_session_id(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and 1 <= len(value) <= LONGEST_SESSION_ID
+def _name(value: object) -> str | None:
+    """An episode's name, for which a whole number stands by its digits; None where the value can be none.
+
+    JavaScript writes large numbers as floats.
+    """
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.reshape(())[()]
+    if isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and value == value // 1:
+        value = str(int(value))
+    return value if isinstance(value, str) and 1 <= len(value) <= LONGEST_SESSION_ID else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 
@@ -24,10 +25,13 @@ _EXPECTED_IMAGE = (
 )
 
 
-def camera_views(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, np.ndarray]:
-    """Camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no entry.
+def camera_views(
+    observation: Mapping[str, object], spec: ObservationSpec
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """What the cameras saw, and what was wrong with their pictures although they are used, a sentence each.
 
-    Raises RequestError.
+    Camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no entry.
+    Black bars as openpi's `resize_with_pad` adds them are cut off. Raises RequestError.
     """
     keys = _camera_keys(observation, spec)
     views: dict[str, np.ndarray] = {}
@@ -40,7 +44,11 @@ def camera_views(observation: Mapping[str, object], spec: ObservationSpec) -> di
         if len(views[name]) != len(views[first]):
             expected = f"{len(views[first])} frames, as many as {keys[first]} has"
             raise RequestError(keys[name], expected, str(len(views[name])))
-    return views
+    bars = _letterbox(list(views.values()), spec.resolution)
+    warnings = _size_warnings({keys[name]: frames for name, frames in views.items()}, spec.resolution, bars)
+    if any(bars):
+        views = {name: _without_bars(frames, bars, spec.resolution) for name, frames in views.items()}
+    return views, warnings
 
 
 def state_vectors(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, np.ndarray]:
@@ -53,12 +61,7 @@ def state_vectors(observation: Mapping[str, object], spec: ObservationSpec) -> d
         key, size = vector.key, vector.size
         if key not in observation:
             raise RequestError(key, f"{size} {vector.meaning}", "nothing")
-        value = observation[key]
-        if size == 1:
-            if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
-                value = value.item()
-            value = [value] if type(value) in (int, float) else value
-        vectors[vector.name] = _numbers(key, value, size)
+        vectors[vector.name] = _numbers(key, observation[key], size)
     return vectors
 
 
@@ -93,6 +96,72 @@ def _camera_keys(observation: Mapping[str, object], spec: ObservationSpec) -> di
     return keys
 
 
+def _letterbox(pictures: list[np.ndarray], resolution: tuple[int, int]) -> tuple[int, int]:
+    """Rows above and below that `resize_with_pad` left black in square pictures of wider cameras; 0 and 0 for none.
+
+    They are exactly black in all frames (T,S,S,3) of all cameras, as many above as below, or one fewer. Where they can
+    be those of a picture as high and wide as `resolution` says, further dark rows belong to the picture.
+    """
+    shapes = {frames.shape[1:3] for frames in pictures}
+    side, width = next(iter(shapes))
+    if len(shapes) > 1 or side != width:
+        return 0, 0
+    lit = np.flatnonzero(np.logical_or.reduce([frames.any(axis=(0, 2, 3)) for frames in pictures]))
+    if not lit.size:
+        return 0, 0
+    top, bottom = int(lit[0]), side - 1 - int(lit[-1])
+    expected = side - int(resolution[0] * side / max(resolution))
+    above, below = expected // 2, expected - expected // 2
+    if top >= above and bottom >= below:
+        return above, below
+    return (top, bottom) if bottom - top in (0, 1) else (0, 0)
+
+
+def _without_bars(frames: np.ndarray, bars: tuple[int, int], resolution: tuple[int, int]) -> np.ndarray:
+    """Frames (T,S,S,3) cut to their content and, where that is small and of the right aspect, enlarged.
+
+    The share of a picture that the model is not shown is cut off in whole pixels: of 126 rows that is another share
+    than of 180, and what the model is shown would be shifted by more than a pixel.
+    """
+    picture = frames[:, bars[0] : frames.shape[1] - bars[1]]
+    if picture.shape[1] >= resolution[0] or not _same_aspect(picture, resolution):
+        return picture
+    enlarged = picture.astype(np.float32)
+    for axis, length in zip((1, 2), resolution):
+        have = enlarged.shape[axis]
+        at = ((np.arange(length) + 0.5) * have / length - 0.5).clip(0, have - 1)
+        before = at.astype(np.intp)
+        weight = (at - before).astype(np.float32).reshape([-1 if each == axis else 1 for each in range(4)])
+        one, other = (enlarged.take(index, axis) for index in (before, np.minimum(before + 1, have - 1)))
+        enlarged = one + weight * (other - one)
+    return np.rint(enlarged, out=enlarged).astype(np.uint8)
+
+
+def _same_aspect(frames: np.ndarray, resolution: tuple[int, int]) -> bool:
+    """But for a pixel, which is what rounding leaves of the same aspect."""
+    height, width = frames.shape[1:3]
+    return abs(height * resolution[1] - width * resolution[0]) <= max(resolution)
+
+
+def _size_warnings(
+    pictures: Mapping[str, np.ndarray], resolution: tuple[int, int], bars: tuple[int, int]
+) -> tuple[str, ...]:
+    """One sentence for each key whose pictures (T,H,W,3) are not of the size that robots are told to send."""
+    warnings = []
+    for key, frames in pictures.items():
+        if frames.shape[1:3] == resolution:
+            continue
+        height, width = frames.shape[1:3]
+        effects = [f"its black bars of {bars[0]} and {bars[1]} rows are cut off"] if any(bars) else []
+        kept = frames[:, bars[0] : height - bars[1]]
+        effects.append(
+            "resized" if _same_aspect(kept, resolution) else "distorted by resizing, being of another aspect"
+        )
+        best = "x".join(map(str, resolution))
+        warnings.append(f"{key} is {height}x{width} where {best} is best: {', '.join(effects)}")
+    return tuple(warnings)
+
+
 def _number(key: str) -> str:
     """The number of a numbered camera, by which messages name it."""
     digits = re.search(r"\d+", key)
@@ -101,6 +170,8 @@ def _number(key: str) -> str:
 
 def _frames(key: str, image: object) -> np.ndarray:
     """(T,H,W,3) uint8, C-contiguous. A side of 3 is too small for an image, so the axis of size 3 is the channels."""
+    if isinstance(image, list) and 1 <= len(image) <= MOST_FRAMES and _are_alike(image):
+        image = np.stack(image)
     if not isinstance(image, np.ndarray) or image.ndim not in (3, 4):
         raise RequestError(key, _EXPECTED_IMAGE, described(image))
     frames = image if image.ndim == 4 else image[np.newaxis]
@@ -126,13 +197,33 @@ def _bytes_from_floats(key: str, frames: np.ndarray) -> np.ndarray:
 
 
 def _numbers(key: str, value: object, count: int) -> np.ndarray:
-    """(count,) float64 from an array or a plain list of numbers, finite also as float32, the model's input."""
-    if isinstance(value, list) and all(type(item) in (int, float) for item in value):
-        value = np.array(value, dtype=np.float64)
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf" or value.shape != (count,):
+    """(count,) float64 from numbers in a row, finite also as float32, the model's input.
+
+    An array, a list or, for one, a bare number; axes of size 1 around the row may be there.
+    """
+    row = value
+    if isinstance(row, list) and len(row) == 1 and isinstance(row[0], (list, np.ndarray)):
+        row = row[0]
+    if isinstance(row, list) and all(_is_number(item) for item in row):
+        row = np.array(row, dtype=np.float64)
+    elif _is_number(row):
+        row = np.array([row], dtype=np.float64)
+    is_row = isinstance(row, np.ndarray) and row.dtype.kind in "iuf" and row.size == count == max(row.shape, default=1)
+    if not is_row:
         raise RequestError(key, f"numbers of shape ({count},)", described(value))
-    numbers = value.astype(np.float64, copy=False)
+    numbers = cast(np.ndarray, row).astype(np.float64, copy=False).reshape(count)
     for number in numbers.tolist():
         if not -_LARGEST_FLOAT32 <= number <= _LARGEST_FLOAT32:  # NaN fails
             raise RequestError(key, f"finite numbers of shape ({count},)", str(numbers.tolist()))
     return numbers
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _are_alike(items: list[object]) -> bool:
+    first = items[0]
+    return isinstance(first, np.ndarray) and all(
+        isinstance(item, np.ndarray) and (item.shape, item.dtype) == (first.shape, first.dtype) for item in items
+    )

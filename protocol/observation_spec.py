@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+REQUEST_KEYS = ("endpoint", "prompt", "session_id", "session_ids")
+"""What a request may hold whatever the robot."""
+
 
 @dataclass(frozen=True)
 class Camera:
@@ -34,10 +37,21 @@ class StateVector:
 
 @dataclass(frozen=True)
 class ObservationSpec:
-    """All that is looked at in an observation, beside prompt and session id."""
+    """All that is looked at in an observation, beside prompt and session id.
+
+    resolution: height and width that images should have; others are resized.
+    """
 
     cameras: tuple[Camera, ...]
     state: tuple[StateVector, ...]
+    resolution: tuple[int, int]
+
+    @cached_property
+    def wanted(self) -> dict[bytes, str]:
+        """All keys of a request that are looked at, by their bytes."""
+        keys = [*REQUEST_KEYS, *(key for camera in self.cameras for key in camera.keys)]
+        keys += [vector.key for vector in self.state]
+        return {key.encode(): key for key in keys}
 
     @cached_property
     def groups(self) -> dict[str, dict[str, Camera]]:

@@ -8,8 +8,8 @@ import msgpack_numpy
 import numpy as np
 from openpi_client import msgpack_numpy as openpi_numpy
 
-from protocol.codec import CodecError, Decoder, Dialect, decode, encode
-from protocol.messages import InferRequest, RequestError, infer_reply, parse_request
+from protocol.codec import CodecError, Dialect, Limits, decode, encode
+from protocol.messages import InferRequest, RequestError, infer_reply, parse_request, read_request
 from tests.droid import DROID
 
 PEAK_PER_BYTE = 5
@@ -135,18 +135,31 @@ def digest(value: object) -> object:
             return repr(value)
 
 
-def ending(frame: bytes, decoder: Decoder | None = None) -> tuple[str, object]:
-    """How a frame ends at a server, by `decode` or a decoder, and its value. Only the documented errors are caught."""
+def ending(frame: bytes) -> tuple[str, object]:
+    """How a frame ends at a server, and all that is in it, None where that cannot be decoded.
+
+    Only the documented errors are caught. What the server does not look at must not change how the rest ends.
+    """
     try:
-        value, dialect = decoder.decode(frame) if decoder else decode(frame)
+        request = read_request(frame, DROID, Limits())
     except CodecError as error:
-        return f"undecodable: {error}", None
-    try:
-        request = parse_request(value, dialect, DROID)
+        end = f"undecodable: {error}"
     except RequestError as error:
-        return f"refused: {error}", value
-    if isinstance(request, InferRequest):
-        decode(infer_reply(request, np.zeros((24, 8), np.float32), {"infer_ms": 1.0}))
-        assert all(frames.dtype == np.uint8 and frames.ndim == 4 for frames in request.views.values())
-        assert np.isfinite(request.state["joint_position"]).all()
-    return f"accepted: {type(request).__name__}, {dialect.value}", value
+        end = f"refused: {error}"
+    else:
+        end = f"accepted: {type(request).__name__}"
+        if isinstance(request, InferRequest):
+            decode(infer_reply(request, np.zeros((24, 8), np.float32), {"infer_ms": 1.0}))
+            assert all(frames.dtype == np.uint8 and frames.ndim == 4 for frames in request.views.values())
+            assert np.isfinite(request.state["joint_position"]).all()
+    try:
+        value, dialect = decode(frame)
+    except CodecError:
+        return end, None
+    if isinstance(value, dict):
+        try:
+            end_of_all = f"accepted: {type(parse_request(value, dialect, DROID)).__name__}"
+        except RequestError as error:
+            end_of_all = f"refused: {error}"
+        assert end == end_of_all, f"as a whole it is {end_of_all}"
+    return end, value

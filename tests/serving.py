@@ -147,7 +147,7 @@ def observation(frames: int = 1, seed: int = 0, **changes: object) -> dict[str, 
         f"observation/{camera}": rng.integers(0, 256, (frames, 180, 320, 3), np.uint8)
         for camera in ("exterior_image_0_left", "exterior_image_1_left", "wrist_image_left")
     }
-    message["observation/joint_position"] = rng.uniform(-1, 1, 7)
+    message["observation/joint_position"] = rng.uniform(-0.5, 0.5, 7)
     message["observation/gripper_position"] = rng.uniform(0, 1, 1)
     message["prompt"] = "put the cup on the plate"
     named = {name.replace("__", "/"): value for name, value in changes.items()}

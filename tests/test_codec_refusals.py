@@ -46,7 +46,12 @@ BAD_FRAMES = {
     "void dtype": (openpi_array(dtype="|V8"), "^dtype: expected"),
     "complex dtype": (openpi_array(dtype="<c8", shape=[1]), "^dtype: expected"),
     "datetime dtype": (openpi_array(dtype="<M8[ns]", shape=[1]), "^dtype: expected"),
-    "text dtype": (openpi_array(dtype="<U2", shape=[1]), "^dtype: expected"),
+    "texts": (openpi_array(dtype="<U1"), r"^shape: expected one text, found an array of texts of shape \(2,\)"),
+    "text of another size": (openpi_array(dtype="<U3", shape=[]), "^data: a text of '<U3' needs 12 bytes, found 8"),
+    "text of no characters": (
+        openpi_array(dtype="<U2", shape=[], data=b"\xff" * 8),
+        "^data: text that is not valid utf-32",
+    ),
     "extended float dtype": (openpi_array(dtype="<f16"), "^dtype: expected"),
     "comma dtype": (openpi_array(dtype="f4,f4", shape=[1]), "^dtype: expected"),
     "long dtype": (openpi_array(dtype="f" * 5000), "^dtype: .{1,150}$"),
@@ -58,7 +63,15 @@ BAD_FRAMES = {
     "no dtype": (openpi_array(dtype=...), "no 'dtype'"),
     "no data": (openpi_array(data=...), "no 'data'"),
     "no shape": (numpy_array(shape=...), "no 'shape'"),
-    "text as data": (openpi_array(data="12345678"), "^data: expected raw bytes"),
+    "text as data": (openpi_array(data="12345678"), "^data: expected raw bytes .*use_bin_type=True"),
+    "bytes as text": (
+        openpi_array(data=b"\xff" * 8).replace(b"\xc4\x08", b"\xa8"),
+        "^data: .* UTF-8; .*use_bin_type=True",
+    ),
+    "many bytes as text": (
+        msgpack.packb({"data": bytes(10**5)}, use_bin_type=False),
+        "^data: a text of 100000 bytes, more than the 65536 allowed; .*use_bin_type=True",
+    ),
     "number as shape": (openpi_array(shape=2), "^shape: expected a list of sizes"),
     "raw bytes as shape": (openpi_array(shape=b"12"), "^shape: expected a list of sizes, found 2 raw bytes$"),
     "raw bytes as scalar": (
@@ -137,10 +150,9 @@ def test_a_pickle_inside_is_never_opened(tmp_path, monkeypatch) -> None:
         ([0] * 11, Limits(max_items=10), "more than the 10 values"),
         ({str(i): i for i in range(6)}, Limits(max_items=10), "more than the 10 values"),
         ([[0] * 5, [0] * 5], Limits(max_items=10), "more than the 10 values"),
-        ("x" * 33, Limits(max_string_bytes=32), "33 bytes, more than 32"),
-        (b"x" * 33, Limits(max_string_bytes=32), "33 bytes, more than 32"),
-        ({"k" * 33: 1}, Limits(max_string_bytes=32), "33 bytes, more than 32"),
-        ({b"k" * 300: 1}, Limits(max_string_bytes=32), "300 bytes, more than 32"),
+        ("x" * 33, Limits(max_text_bytes=32), "33 bytes, more than the 32"),
+        ({"k" * 33: 1}, Limits(max_text_bytes=32), "33 bytes, more than the 32"),
+        ({b"k" * 300: 1}, Limits(max_text_bytes=32), "300 bytes, more than the 32"),
     ],
 )
 def test_limits_hold_and_what_just_fits_them_passes(value: object, limits: Limits, problem: str) -> None:

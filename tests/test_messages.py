@@ -1,21 +1,24 @@
 """Requests as robots send them, and every way in which one can be wrong."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import msgpack
+import msgpack_numpy
 import numpy as np
 import pytest
 from openpi_client import msgpack_numpy as openpi_numpy
 
-from protocol.codec import Dialect, decode
+from protocol.codec import CodecError, Dialect, Limits, decode
 from protocol.handshake import HANDSHAKE
 from protocol.messages import (
     InferRequest,
     RequestError,
     ResetRequest,
-    Style,
     infer_reply,
     parse_request,
-    size_warnings,
+    read_request,
 )
 from tests.droid import DROID
 
@@ -63,26 +66,54 @@ def test_a_roboarena_observation() -> None:
     assert {numbers.dtype for numbers in request.state.values()} == {np.dtype(np.float64)}
     assert request.state["gripper_position"].tolist() == [0.5]
     assert (request.prompt, request.session_id) == ("fold the towel", "episode 1")
-    assert (request.style, request.dialect) == (Style.ROBOARENA, Dialect.NATIVE)
+    assert (request.dialect, request.warnings) == (Dialect.NATIVE, ())
 
 
 def test_an_openpi_observation_has_no_endpoint() -> None:
-    request = parse(observation(endpoint=..., session_id=...))
-    assert request.style is Style.OPENPI
-    assert request.session_id is None
-
-
-def test_a_reset_needs_nothing_else() -> None:
-    assert parse_request({"endpoint": "reset"}, Dialect.NATIVE, DROID) == ResetRequest(Style.ROBOARENA, Dialect.NATIVE)
+    assert parse(observation(endpoint=..., session_id=...)).session_id is None
 
 
 @pytest.mark.parametrize(
-    ("sent", "expected"), [("a", "a"), ("", None), (3, None), (np.zeros(2), None), ("x" * 257, None)]
+    ("sent", "expected"),
+    [
+        (None, None),
+        (5, "5"),
+        (np.int64(7), "7"),
+        (np.array([3]), "3"),
+        (-1, "-1"),
+        (1764558000000.0, "1764558000000"),
+        ("x" * 256, "x" * 256),
+    ],
 )
-def test_a_reset_may_name_its_session_and_may_carry_anything(sent: object, expected: str | None) -> None:
-    request = parse_request({"endpoint": "reset", "session_id": sent, "success": True}, Dialect.OPENPI, DROID)
-    assert isinstance(request, ResetRequest)
-    assert request.session_id == expected
+def test_an_episode_may_be_named_by_a_number_or_not_at_all(sent: object, expected: str | None) -> None:
+    assert parse(observation(session_id=sent)).session_id == expected
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({}, None),
+        ({"session_id": None}, None),
+        ({"session_id": None, "session_ids": None}, ()),
+        ({"session_id": "a", "session_ids": None}, ("a",)),
+        ({"session_id": ""}, None),
+        ({"session_id": "a", "success": True}, ("a",)),
+        ({"session_id": 3}, ("3",)),
+        ({"session_ids": ["a", "b", "a", 4]}, ("a", "b", "4")),
+        ({"session_id": "c", "session_ids": ["a"]}, ("c", "a")),
+        ({"session_id": ["a", "b"]}, ("a", "b")),
+        ({"session_ids": "a"}, ("a",)),
+        ({"session_ids": np.array([1, 2])}, ("1", "2")),
+        ({"session_ids": []}, ()),
+        ({"session_id": np.full(2, 0.5)}, ()),
+        ({"session_id": "x" * 257}, ()),
+        ({"session_id": {"a": 1}}, ()),
+    ],
+)
+def test_a_reset_names_the_episodes_it_ends_and_may_carry_anything(
+    sent: dict[str, object], expected: tuple[str, ...] | None
+) -> None:
+    assert parse_request({"endpoint": "reset", **sent}, Dialect.OPENPI, DROID) == ResetRequest(expected)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +177,11 @@ def test_float_images_are_rounded_and_may_miss_the_range_by_a_rounding_error() -
         (np.zeros(7), 1.0),
         (np.zeros(7), [1]),
         (np.zeros(7), np.array([1], np.int64)),
+        (np.zeros((1, 7)), np.ones((1, 1))),
+        ([[0.0] * 7], [[1]]),
+        ([np.zeros(7)], [np.ones(1)]),
+        (list(np.zeros(7)), [np.float32(1)]),
+        (np.zeros((7, 1)), np.int8(1)),
     ],
 )
 def test_states_may_come_as_any_kind_of_numbers(joints: object, gripper: object) -> None:
@@ -159,6 +195,73 @@ def test_what_is_not_needed_is_not_looked_at() -> None:
         observation(prompt="", **{"observation/cartesian_position": "junk", "step": object(), "extra": {"a": [1]}})
     )
     assert request.prompt == ""
+
+
+JUNK: dict[Any, Any] = {
+    "joint names": {"observation/joint_names": ["panda_joint1"] * 7},
+    "JPEG bytes": {"observation/exterior_image_0_left/jpeg": b"\xff\xd8\xff" + bytes(200_000)},
+    "a long text": {"note": "x" * 200_000},
+    "bytes that are no text": {"raw": b"\xff" * 10},
+    "a time stamp": {"stamp": msgpack.Timestamp(1, 2)},
+    "an extension": {"ext": msgpack.ExtType(5, bytes(300))},
+    "a long list": {"log": list(range(100_000))},
+    "two long lists": {"log": [1.5] * 20_000, "more": [[b"a"] * 9_000, {"a": list(range(9_000))}]},
+    "a list in lists": {"deep": functools.reduce(lambda inner, _: [inner], range(100), 0)},
+    "int keys": {7: "seven", "by number": {1: {2: 3}}},
+    "other keys": {None: 1, 1.5: 2, True: 3},
+    "an array of objects": {"objects": {b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": b"pickle"}},
+    "a broken array": {"broken": {b"__ndarray__": True}},
+    "a key twice": {b"step": 1, "step": 2},
+}
+
+
+@pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK.keys())
+@pytest.mark.parametrize("first", [False, True])
+def test_what_nobody_asks_for_is_never_a_reason_to_refuse(junk: dict[Any, Any], first: bool) -> None:
+    request = observation(**{WRIST: image(8, 8, 3), EXTERIOR[0]: image(8, 8, 3), EXTERIOR[1]: image(8, 8, 3)})
+    parts = [msgpack.packb(junk), openpi_numpy.packb(request)]
+    assert parts[0][0] & 0xF0 == parts[1][0] & 0xF0 == 0x80
+    entries = [part[1:] for part in (parts if first else parts[::-1])]
+    frame = bytes([0x80 + len(junk) + len(request)]) + b"".join(entries)
+    read = read_request(frame, DROID, Limits())
+    assert isinstance(read, InferRequest)
+    assert read.session_id == "episode 1"
+    assert read.state["joint_position"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_limits_on_the_message_as_a_whole_stay() -> None:
+    with pytest.raises(CodecError, match="more than the 10000 values"):
+        read_request(msgpack.packb({str(number): number for number in range(6_000)}), DROID, Limits())
+    for spoiled in (
+        b"\x81\xa1a\xdd\x00\x01\x00\x00" + b"\x01" * 65_000,
+        b"\x81\xa1a\xc6\xff\xff\xff\xff",
+        b"\x81\xa1a",
+    ):
+        with pytest.raises(CodecError, match="ends in the middle"):
+            read_request(spoiled, DROID, Limits())
+    for spoiled in (b"\x81\xa1a\xc1", b"\x81\xa1a\xdd\x00\x01\x00\x00" + b"\xc1" * 65_536):
+        with pytest.raises(CodecError, match=r"0xc1|FormatError"):
+            read_request(spoiled, DROID, Limits())
+    with pytest.raises(CodecError, match="StackError"):
+        read_request(b"\x81\xa1a" + b"\x91" * 10_000 + b"\x01", DROID, Limits())
+
+
+@pytest.mark.parametrize("pack", [openpi_numpy.packb, msgpack_numpy.packb])
+@pytest.mark.parametrize("text", ["stack the blöcke", ""])
+def test_texts_may_come_in_numpy_dress(pack: Callable[[object], bytes], text: str) -> None:
+    for dressed in (np.str_(text), np.array(text), np.array([text]), np.bytes_(text.encode())):
+        if isinstance(dressed, bytes):
+            dressed = np.array(dressed)
+        request = read_request(pack(observation(prompt=dressed, session_id=np.array("a"))), DROID, Limits())
+        assert isinstance(request, InferRequest)
+        assert (request.prompt, request.session_id) == (text, "a")
+
+
+def test_frames_may_come_as_a_list() -> None:
+    frames = [image(value=number) for number in range(4)]
+    request = parse(observation(**dict.fromkeys((WRIST, EXTERIOR[0], EXTERIOR[1]), frames)))
+    assert request.views["wrist"].shape == (4, 180, 320, 3)
+    assert request.views["wrist"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
 
 
 BAD_REQUESTS = {
@@ -180,13 +283,29 @@ BAD_REQUESTS = {
     "no prompt": (observation(prompt=...), "prompt", "text", "nothing"),
     "prompt of bytes": (observation(prompt=b"fold"), "prompt", "text", "4 raw bytes"),
     "prompt nil": (observation(prompt=None), "prompt", "text", "nil"),
-    "prompt a list": (observation(prompt=["fold"]), "prompt", "text", "a list of 1 entries"),
+    "prompt a list": (observation(prompt=["fold", "it"]), "prompt", "text", "a list of 2 entries"),
     "session empty": (observation(session_id=""), "session_id", "text of 1 to 256", "text ''"),
-    "session number": (observation(session_id=5), "session_id", "text of 1 to 256", "int 5"),
-    "session nil": (observation(session_id=None), "session_id", "text of 1 to 256", "nil"),
+    "session fraction": (observation(session_id=5.5), "session_id", "text of 1 to 256", "float 5.5"),
+    "session infinite": (observation(session_id=float("inf")), "session_id", "text of 1 to 256", "float inf"),
+    "session true": (observation(session_id=True), "session_id", "text of 1 to 256", "bool True"),
     "session long": (observation(session_id="x" * 257), "session_id", "text of 1 to 256", "text 'xxx"),
     "image text": (observation(**{WRIST: "image"}), WRIST, "RGB image", "text 'image'"),
     "image list": (observation(**{WRIST: [[0]]}), WRIST, "RGB image", "a list of 1 entries"),
+    "image frames unlike": (observation(**{WRIST: [image(), image(90)]}), WRIST, "RGB image", "a list of 2 entries"),
+    "image JPEG": (
+        observation(**{WRIST: b"\xff\xd8\xff\xe0" + bytes(9)}),
+        WRIST,
+        "RGB image",
+        "compressed image (JPEG)",
+    ),
+    "image PNG": (observation(**{WRIST: b"\x89PNG\r\n\x1a\n"}), WRIST, "RGB image", "compressed image (PNG)"),
+    "image bytes": (observation(**{WRIST: bytes(9)}), WRIST, "RGB image", "9 raw bytes"),
+    "image plain map": (
+        observation(**{WRIST: {"data": bytes(9), "shape": [3], "dtype": "|u1"}}),
+        WRIST,
+        "RGB image",
+        "a plain map with data, dtype, shape (an array's map has '__ndarray__'",
+    ),
     "image nil": (observation(**{EXTERIOR[0]: None}), EXTERIOR[0], "RGB image", "nil"),
     "image flat": (observation(**{WRIST: image(180, 320)}), WRIST, "(H,W,3)", "uint8 array of shape (180, 320)"),
     "image of rank 5": (observation(**{WRIST: image(1, 1, 18, 32, 3)}), WRIST, "(T,H,W,3)", "(1, 1, 18, 32, 3)"),
@@ -205,7 +324,8 @@ BAD_REQUESTS = {
     "float infinite": (observation(**{WRIST: np.full((16, 16, 3), np.inf)}), WRIST, "in [0,1]", "inf"),
     "unequal frames": (observation(**{EXTERIOR[1]: image(4, 18, 32, 3)}), EXTERIOR[1], "1 frames, as many as", "4"),
     "six joints": (observation(**{JOINTS: np.zeros(6)}), JOINTS, "numbers of shape (7,)", "(6,)"),
-    "joints in a row": (observation(**{JOINTS: np.zeros((1, 7))}), JOINTS, "shape (7,)", "(1, 7)"),
+    "joints of two steps": (observation(**{JOINTS: np.zeros((2, 7))}), JOINTS, "shape (7,)", "(2, 7)"),
+    "joints as bytes": (observation(**{JOINTS: bytes(56)}), JOINTS, "numbers of shape (7,)", "56 raw bytes"),
     "joints NaN": (observation(**{JOINTS: np.full(7, np.nan)}), JOINTS, "finite numbers of shape (7,)", "nan"),
     "joints infinite": (
         observation(**{JOINTS: np.array([0.0] * 6 + [-np.inf])}),
@@ -229,7 +349,6 @@ BAD_REQUESTS = {
     "gripper bool": (observation(**{GRIPPER: np.bool_(True)}), GRIPPER, "numbers of shape (1,)", "bool"),
     "gripper text": (observation(**{GRIPPER: "open"}), GRIPPER, "numbers of shape (1,)", "text 'open'"),
     "gripper of two": (observation(**{GRIPPER: np.zeros(2)}), GRIPPER, "numbers of shape (1,)", "(2,)"),
-    "gripper in a row": (observation(**{GRIPPER: np.zeros((1, 1))}), GRIPPER, "shape (1,)", "(1, 1)"),
 }
 
 
@@ -256,24 +375,16 @@ def test_what_a_client_sent_is_not_echoed_at_length_nor_as_a_line_of_its_own(key
 @pytest.mark.parametrize("dialect", Dialect)
 def test_replies(dialect: Dialect) -> None:
     actions = np.arange(192, dtype=np.float32).reshape(24, 8)
-    bare, found_dialect = decode(infer_reply(parse(observation(), dialect), actions, {"infer_ms": 3.5}))
+    request = parse(observation(), dialect)
+    about = {"server_timing": {"infer_ms": 3.5}, "warnings": ["a"]}
+    reply, found_dialect = decode(infer_reply(request, actions, about))
+    assert found_dialect is dialect
+    assert isinstance(reply, dict)
+    assert np.array_equal(reply.pop("actions"), actions)
+    assert reply == about
+    bare, found_dialect = decode(infer_reply(request, actions, about, as_array=True))
     assert found_dialect is dialect
     assert np.array_equal(bare, actions)
-    reply, found_dialect = decode(infer_reply(parse(observation(endpoint=...), dialect), actions, {"infer_ms": 3.5}))
-    assert found_dialect is dialect
-    assert np.array_equal(reply.pop("actions"), actions)
-    assert reply == {"server_timing": {"infer_ms": 3.5}}
-
-
-def test_size_warnings() -> None:
-    assert size_warnings(parse(observation()), (180, 320)) == []
-    views = {EXTERIOR[0]: image(224, 224, 3), EXTERIOR[1]: image(360, 640, 3)}
-    warnings = size_warnings(parse(observation(**views)), (180, 320))
-    asked = "the handshake asks for 180x320"
-    assert warnings == [
-        f"exterior_left images are 224x224, {asked}: another aspect ratio, distorted when resized",
-        f"exterior_right images are 360x640, {asked}: resized",
-    ]
 
 
 def test_the_handshake_has_the_six_keys_that_clients_know() -> None:

@@ -14,6 +14,7 @@ PAIR = ObservationSpec(
         Camera(name="top", keys=("top",), required=False),
     ),
     state=(StateVector(name="base", key="base", size=3, meaning="wheel speeds"),),
+    resolution=(180, 320),
 )
 
 
@@ -57,6 +58,7 @@ def test_of_a_group_one_is_enough() -> None:
     spec = ObservationSpec(
         cameras=tuple(Camera(name=name, keys=(name,), required=False, one_of="eye") for name in ("left", "right")),
         state=PAIR.state,
+        resolution=PAIR.resolution,
     )
     assert set(parse("right", spec=spec).views) == {"right"}
     with pytest.raises(RequestError, match=r"left: expected at least one eye \(this, or right\), found nothing"):

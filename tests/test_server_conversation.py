@@ -1,4 +1,4 @@
-"""One robot and the server over a real socket: both styles, every kind of bad input, timing."""
+"""One robot and the server over a real socket: replies, every kind of bad input, timing, warnings."""
 
 import logging
 
@@ -33,21 +33,45 @@ async def test_an_openpi_call_is_answered_with_actions_and_timing() -> None:
         assert reply["actions"].shape == (24, 8)
         assert reply["actions"].dtype == np.float32
         assert np.isfinite(reply["actions"]).all()
+        assert list(reply) == ["actions", "server_timing", "episode", "warnings"]
+        assert all(type(value) is float for value in reply["server_timing"].values()), "clients average over them"
+        assert reply["warnings"] == []
     timing = first["server_timing"]
-    assert set(timing) == {"infer_ms", "wait_ms"}
+    assert set(timing) == {"infer_ms", "wait_ms", "encode_ms", "prefill_ms", "denoise_ms"}
+    assert set(second["server_timing"]) == {*timing, "prev_total_ms"}
     assert timing["infer_ms"] > 1
     assert 0 <= timing["wait_ms"] < timing["infer_ms"]
     assert second["server_timing"]["prev_total_ms"] >= timing["infer_ms"] + timing["wait_ms"]
 
 
-async def test_a_roboarena_call_is_answered_with_the_bare_array_and_reset_with_text() -> None:
+async def test_a_call_with_an_endpoint_is_answered_with_a_map_too_and_a_reset_with_text() -> None:
     async with serving() as (server, policy), await Robot.connect(server) as robot:
-        actions = await robot.ask(observation(endpoint="infer", session_id="episode"))
-        assert actions.shape == (24, 8)
+        reply = await robot.ask(observation(endpoint="infer", session_id="episode"))
+        assert type(reply) is dict
         assert await robot.ask({"endpoint": "reset", "reset_info": {}}) == "reset successful"
         again = await robot.ask(observation(endpoint="infer", session_id="episode"))
-    np.testing.assert_array_equal(again, actions)
+    np.testing.assert_array_equal(again["actions"], reply["actions"])
     assert policy.events == ["infer id episode", "end id episode", "infer id episode"]
+
+
+@pytest.mark.parametrize(
+    ("path", "reply", "bare"),
+    [
+        ("/", "map", False),
+        ("/robots/7/", "map", False),
+        ("/v1/realtime/robot/openpi", "map", True),
+        ("/robots/7/v1/realtime/robot/openpi/?token=1", "map", True),
+        ("/", "array", True),
+    ],
+)
+async def test_the_bare_array_is_for_those_who_ask_for_it(path: str, reply: str, bare: bool) -> None:
+    async with serving(reply=reply) as (server, _), await Robot.connect(server.url + path) as robot:
+        for endpoint in (None, "infer"):
+            answer = await robot.ask(observation(endpoint=endpoint))
+            assert type(answer) is (np.ndarray if bare else dict)
+            assert (answer if bare else answer["actions"]).shape == (24, 8)
+        assert "expected" in await robot.ask(observation(prompt=None))
+        assert await robot.ask({"endpoint": "reset"}) == "reset successful"
 
 
 async def test_a_reset_with_nothing_to_reset_is_answered_without_the_engine() -> None:
@@ -162,7 +186,7 @@ async def test_a_large_but_allowed_message_is_served() -> None:
     assert reply["actions"].shape == (24, 8)
 
 
-async def test_an_odd_image_size_is_warned_of_once_a_connection(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_odd_image_size_is_told_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     square = np.zeros((224, 224, 3), np.uint8)
     caplog.set_level(logging.WARNING, "policy_server")
     async with serving() as (server, _):
@@ -170,15 +194,29 @@ async def test_an_odd_image_size_is_warned_of_once_a_connection(caplog: pytest.L
             await robot.ask(observation())
             assert caplog.messages == []
             for _ in range(2):
-                await robot.ask(
+                reply = await robot.ask(
                     observation(
                         observation__exterior_image_0_left=square,
                         observation__exterior_image_1_left=None,
                         observation__wrist_image_left=square,
                     )
                 )
-        assert caplog.messages == ["image size"]
+                assert [warning.split()[1:3] for warning in reply["warnings"]] == [["is", "224x224"]] * 2
+        assert caplog.messages == ["observation"] * 2  # one a camera
     assert "224x224" in caplog.records[0].fields["found"]  # type: ignore[attr-defined]
+
+
+async def test_a_state_in_other_units_is_told_and_logged_once_a_connection(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "policy_server")
+    odd = {"observation__joint_position": np.full(7, 45.0), "observation__gripper_position": np.array([85.0])}
+    async with serving() as (server, _), await Robot.connect(server) as robot:
+        for scale in (1, 2):
+            reply = await robot.ask(observation(**{key: scale * value for key, value in odd.items()}))
+            joints, gripper = reply["warnings"]
+            assert joints.startswith(f"observation/joint_position[0] is {45 * scale}, far outside the -0.9 to 0.9")
+            assert gripper.startswith(f"observation/gripper_position[0] is {85 * scale}, far outside the 0 to 1")
+            assert reply["actions"].shape == (24, 8)
+    assert caplog.messages == ["observation"] * 2
 
 
 async def test_an_engine_error_is_answered_with_an_id_that_the_log_has_too(caplog: pytest.LogCaptureFixture) -> None:

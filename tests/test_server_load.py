@@ -18,6 +18,7 @@ from engine.loop import TimedChunk
 from engine.policy import Chunk
 from engine.session import Window
 from policy_server.server import PolicyServer
+from policy_server.sessions import Session
 from policy_server.settings import ServerSettings
 from tests.serving import SECONDS, Gate, Robot, get, observation, serving, until, wire
 
@@ -227,18 +228,6 @@ def open_websocket(port: int) -> socket.socket:
     return sock
 
 
-async def test_a_half_open_connection_is_found_by_pings() -> None:
-    """A robot whose network went away answers no ping; nothing else tells the server."""
-    async with serving(ping_interval=0.1, ping_timeout=0.2, session_ttl=0) as (server, policy):
-        silent = await asyncio.to_thread(open_websocket, server.port)
-        silent.sendall(Frame(Opcode.BINARY, wire.packb(observation())).serialize(mask=True))
-        await until(lambda: policy.events == ["infer connection 1", "end connection 1"])
-        async with await Robot.connect(server) as robot:
-            await asyncio.sleep(0.5)
-            assert "actions" in await robot.ask(observation())
-        silent.close()
-
-
 async def test_images_are_let_go_with_their_call_not_at_the_next_garbage_collection() -> None:
     """With a model's objects in the process a full collection is rare; observations held for it would pile up."""
     gate = Gate()
@@ -252,9 +241,9 @@ async def test_images_are_let_go_with_their_call_not_at_the_next_garbage_collect
     async with serving(before, max_queue=1) as (server, _):
         infer = server.sessions.infer
 
-        def watched(connection: str, session_id: str | None, each: Observation) -> Future[TimedChunk]:
+        def watched(session: Session, each: Observation) -> Future[TimedChunk]:
             seen.append((each.prompt, weakref.ref(each)))
-            return infer(connection, session_id, each)
+            return infer(session, each)
 
         server.sessions.infer = watched  # type: ignore[method-assign]
         one, two, three = [await Robot.connect(server) for _ in range(3)]

@@ -49,13 +49,69 @@ async def test_a_robot_that_stays_away_too_long_starts_anew() -> None:
     np.testing.assert_array_equal(late, fresh)
 
 
-async def test_a_new_id_on_a_connection_ends_the_old_episode_first() -> None:
-    async with serving() as (server, policy), await Robot.connect(server) as robot:
-        one = await actions(robot, "one", 1)
-        await actions(robot, "two", 2)
-        again = await actions(robot, "one", 1)
-    assert policy.events == ["infer id one", "end id one", "infer id two", "end id two", "infer id one"]
-    np.testing.assert_array_equal(again, one)
+async def test_environments_that_share_a_connection_get_bit_for_bit_what_each_gets_alone() -> None:
+    """Eight calls each: through the whole window and its restart."""
+    names, calls = ("env 0", "env 1", "env 2"), range(8)
+    async with serving() as (server, policy):
+        alone = {}
+        for number, name in enumerate(names):
+            async with await Robot.connect(server) as robot:
+                alone[name] = [await actions(robot, f"{name} alone", 100 * number + call) for call in calls]
+        shared: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        async with await Robot.connect(server) as robot:
+            for call in calls:
+                for number, name in enumerate(names[:: 1 if call % 2 else -1]):
+                    number = names.index(name)
+                    shared[name].append(await actions(robot, name, 100 * number + call))
+            assert not any(event.startswith("end id env") and "alone" not in event for event in policy.events)
+    for name in names:
+        np.testing.assert_array_equal(shared[name], alone[name])
+
+
+async def test_a_reset_ends_the_episodes_it_names_and_no_others() -> None:
+    async with (
+        serving() as (server, policy),
+        await Robot.connect(server) as robot,
+        await Robot.connect(server) as other,
+    ):
+        for name in ("a", "b", "c"):
+            await actions(robot, name)
+        await actions(other, "d")
+        for reset, ended in (
+            ({"session_id": "b"}, ["b"]),
+            ({"session_id": "unknown"}, []),
+            ({"session_id": "d"}, []),
+            ({"session_ids": None}, []),
+            ({"session_ids": ["a", "d", "unknown", 5]}, ["a"]),
+            ({}, ["c"]),  # the one used last
+            ({}, []),
+        ):
+            before = len(policy.events)
+            assert await robot.ask({"endpoint": "reset", **reset}) == "reset successful"
+            await until(lambda: not server.engine.stats().running)
+            await until(lambda: len(policy.events) >= before + len(ended))  # noqa: B023
+            assert policy.events[before:] == [f"end id {name}" for name in ended]
+        assert server.sessions.connected == 1
+
+
+async def test_the_reply_tells_where_the_episode_stands() -> None:
+    async def told(robot: Robot, session_id: str | None) -> tuple[int, str, bool]:
+        reply = await robot.ask(named(session_id))
+        assert list(reply["episode"]) == ["call", "window", "resumed"]
+        return tuple(reply["episode"].values())
+
+    async with serving() as (server, _):
+        async with await Robot.connect(server) as robot:
+            assert await told(robot, "a") == (1, "new", False)
+            assert await told(robot, "a") == (2, "continued", False)
+            await robot.ask({"endpoint": "reset", "session_id": "a"})
+            assert await told(robot, "a") == (1, "reset", False)
+            assert await told(robot, "b") == (1, "new", False)
+        await until(lambda: server.sessions.waiting == 2)
+        async with await Robot.connect(server) as robot:
+            assert await told(robot, "a") == (2, "continued", True)
+            assert await told(robot, "a") == (3, "continued", False)
+            assert await told(robot, "gone with an earlier server") == (1, "new", False)
 
 
 async def test_without_an_id_the_connection_is_the_episode() -> None:
@@ -133,99 +189,151 @@ class RecordingEngine:
         return Future()
 
 
-def store(ttl: float = 60) -> tuple[Sessions, RecordingEngine]:
-    engine = RecordingEngine()
-    return Sessions(engine, ttl), engine  # type: ignore[arg-type]
+async def always() -> bool:
+    return True
 
 
-def infer(sessions: Sessions, connection: str, session_id: str | None) -> None:
-    sessions.infer(connection, session_id, None)  # type: ignore[arg-type]
+class Store(Sessions):
+    """Sessions over a recording engine, with connections that open when they are first used."""
+
+    def __init__(self, ttl: float = 60, most: int = 128) -> None:
+        self.engine = RecordingEngine()
+        super().__init__(self.engine, ttl, most)  # type: ignore[arg-type]
+
+    async def call(self, connection: str, session_id: str | None) -> None:
+        if connection not in self._connections:
+            self.open(connection, always)
+        self.infer(await self.claim(connection, session_id), None)  # type: ignore[arg-type]
 
 
 async def test_an_id_cannot_be_mistaken_for_a_connection_without_one() -> None:
-    sessions, engine = store()
-    infer(sessions, "1", None)
-    infer(sessions, "2", "connection 1")
-    infer(sessions, "3", "1")
-    assert len(set(engine.events)) == 3
+    sessions = Store()
+    await sessions.call("1", None)
+    await sessions.call("2", "connection 1")
+    await sessions.call("3", "1")
+    assert len(set(sessions.engine.events)) == 3
 
 
 async def test_a_request_without_id_stays_with_the_episode_of_its_connection() -> None:
-    sessions, engine = store()
-    infer(sessions, "1", "a")
-    infer(sessions, "1", None)
-    assert engine.events == ["infer id a"] * 2
+    sessions = Store()
+    await sessions.call("1", "a")
+    await sessions.call("1", None)
+    assert sessions.engine.events == ["infer id a"] * 2
 
 
 async def test_a_refused_id_changes_nothing() -> None:
-    sessions, engine = store()
-    infer(sessions, "1", "a")
-    infer(sessions, "2", "b")
+    sessions = Store()
+    await sessions.call("1", "a")
+    await sessions.call("2", "b")
     with pytest.raises(SessionInUse):
-        infer(sessions, "2", "a")
-    infer(sessions, "2", "b")
-    assert engine.events == ["infer id a", "infer id b", "infer id b"]
+        await sessions.call("2", "a")
+    await sessions.call("2", "b")
+    assert sessions.engine.events == ["infer id a", "infer id b", "infer id b"]
 
 
 async def test_a_session_that_never_reached_the_engine_is_not_ended_there_nor_kept() -> None:
     """Else a robot could fill the queue with ends, which are never refused, while its calls are."""
-    sessions, engine = store()
-    engine.busy = True
+    sessions = Store()
+    sessions.engine.busy = True
     for number in range(3):
         with pytest.raises(EngineBusy):
-            infer(sessions, "1", f"{number}")
+            await sessions.call("1", f"{number}")
     sessions.leave("1")
-    assert engine.events == []
+    assert sessions.engine.events == []
     assert (sessions.connected, sessions.waiting) == (0, 0)
 
 
 async def test_a_reset_lets_go_of_the_id() -> None:
-    sessions, engine = store()
-    infer(sessions, "1", "a")
-    assert sessions.reset("1") is not None
-    assert sessions.reset("1") is None
-    infer(sessions, "2", "a")
-    assert engine.events == ["infer id a", "end id a", "infer id a"]
+    sessions = Store()
+    await sessions.call("1", "a")
+    sessions.reset("1", None)
+    sessions.reset("1", None)
+    await sessions.call("2", "a")
+    assert sessions.engine.events == ["infer id a", "end id a", "infer id a"]
 
 
 async def test_a_reset_that_names_its_episode_finds_it_after_a_reconnect() -> None:
-    sessions, engine = store(ttl=0.05)
-    infer(sessions, "1", "a")
+    sessions = Store(ttl=0.05)
+    await sessions.call("1", "a")
     sessions.leave("1")
-    assert sessions.reset("2", "a") is not None
+    sessions.open("2", always)
+    sessions.reset("2", ["a"])
     await asyncio.sleep(0.1)
-    assert engine.events == ["infer id a", "end id a"]
+    assert sessions.engine.events == ["infer id a", "end id a"]
     assert sessions.waiting == 0
 
 
 async def test_a_reset_leaves_the_episode_of_another_live_connection_alone() -> None:
-    sessions, engine = store()
-    infer(sessions, "1", "a")
-    infer(sessions, "2", "b")
-    sessions.reset("2", "a")
-    infer(sessions, "1", "a")
-    assert engine.events == ["infer id a", "infer id b", "end id b", "infer id a"]
+    sessions = Store()
+    await sessions.call("1", "a")
+    await sessions.call("2", "b")
+    sessions.reset("2", ["a"])
+    await sessions.call("1", "a")
+    assert sessions.engine.events == ["infer id a", "infer id b", "infer id a"]
 
 
 async def test_a_kept_session_ends_once_and_not_after_its_robot_is_back() -> None:
-    sessions, engine = store(ttl=0.05)
-    infer(sessions, "1", "a")
+    sessions = Store(ttl=0.05)
+    await sessions.call("1", "a")
     sessions.leave("1")
-    infer(sessions, "2", "a")
+    await sessions.call("2", "a")
     await asyncio.sleep(0.1)
-    assert "end id a" not in engine.events
-    sessions.leave("2")
+    assert "end id a" not in sessions.engine.events
     sessions.leave("2")
     assert sessions.waiting == 1
     await asyncio.sleep(0.1)
-    assert engine.events.count("end id a") == 1
+    assert sessions.engine.events.count("end id a") == 1
     assert sessions.waiting == 0
 
 
 async def test_closing_forgets_without_a_word() -> None:
-    sessions, engine = store(ttl=0.05)
-    infer(sessions, "1", "a")
+    sessions = Store(ttl=0.05)
+    await sessions.call("1", "a")
     sessions.leave("1")
     sessions.close()
     await asyncio.sleep(0.1)
-    assert engine.events == ["infer id a"]
+    assert sessions.engine.events == ["infer id a"]
+
+
+async def test_of_more_sessions_than_a_connection_may_keep_the_least_recently_used_ends() -> None:
+    sessions = Store(most=3)
+    for session_id in ("a", "b", "c", "a", "d"):
+        await sessions.call("1", session_id)
+    await sessions.call("2", "e")
+    assert [event for event in sessions.engine.events if event.startswith("end")] == ["end id b"]
+    assert sessions.connected == 4
+
+
+async def test_a_connection_that_was_open_before_is_no_returning_robot() -> None:
+    """Robot 1 resets, a stranger uses its id for one call and leaves: the call of robot 1 that follows begins anew."""
+    sessions = Store()
+    await sessions.call("1", "a")
+    sessions.reset("1", None)
+    await sessions.call("2", "a")
+    sessions.leave("2")
+    await sessions.call("1", "a")
+    assert sessions.engine.events == ["infer id a", "end id a"] * 2 + ["infer id a"]
+    sessions.leave("1")
+    await sessions.call("3", "a")
+    assert sessions.engine.events[4:] == ["infer id a"] * 2, "one that comes later is"
+
+
+async def test_a_session_of_a_dead_connection_goes_to_who_comes_with_its_id() -> None:
+    sessions, alive = Store(), [True]
+
+    async def probe() -> bool:
+        await asyncio.sleep(0)
+        return alive[0]
+
+    sessions.open("1", probe)
+    await sessions.call("1", "a")
+    await sessions.call("1", "b")
+    with pytest.raises(SessionInUse):
+        await sessions.call("2", "a")
+    alive[0] = False
+    claims = await asyncio.gather(*(sessions.call(name, "a") for name in ("2", "3")), return_exceptions=True)
+    assert [type(claim) for claim in claims] == [type(None), SessionInUse], "two at once: one gets it, which is alive"
+    await sessions.call("1", "b")
+    assert sessions.engine.events == ["infer id a", "infer id b", "infer id a", "infer id b"]
+    with pytest.raises(SessionInUse):
+        await sessions.call("1", "a")

@@ -24,11 +24,12 @@ def test_nothing_given_is_the_defaults() -> None:
 
 def test_every_setting_of_server_and_engine_can_be_given_both_ways() -> None:
     values: dict[str, str] = {}
+    odd = {"log_level": "debug", "api_key": "k", "reply": "array", "ping_timeout": "8"}
     for field in (*dataclasses.fields(ServerSettings), *dataclasses.fields(EngineSettings)):
         if field.name in ("engine", "api_key_file"):
             continue
         usual = "yes" if field.type is bool else "7"
-        values[field.name] = {"log_level": "debug", "api_key": "k"}.get(field.name, usual)
+        values[field.name] = odd.get(field.name, usual)
     flags = [
         part
         for name, value in values.items()
@@ -84,6 +85,9 @@ def test_a_key_on_the_command_line_wins_however_the_environment_gives_another(tm
         (["--session-ttl", "-1"], {}, "session-ttl"),
         (["--drain-timeout", "nan"], {}, "drain-timeout"),
         (["--ping-timeout", "0"], {}, "ping-timeout"),
+        (["--ping-timeout", "20"], {}, "ping-timeout: expected more than ping-interval, which is 20 seconds, found 20"),
+        (["--max-sessions", "0"], {}, "max-sessions"),
+        (["--reply", "list"], {}, "reply: expected one of map, array, found 'list'"),
         (["--log-level", "loud"], {}, "log-level"),
         (["--tls-cert", "cert.pem"], {}, "tls-key"),
         (["--api-key", "a", "--api-key-file", "b"], {}, "one of the two"),
