@@ -31,7 +31,7 @@ def spec_answer(message: dict[str, Any], dialect: Dialect) -> Any:
         return str(error)
     if isinstance(request, ResetRequest):
         return RESET_REPLY
-    return infer_reply(request, mark(message), {"infer_ms": 1.0})
+    return infer_reply(request, mark(message), {"server_timing": {"infer_ms": 1.0}})
 
 
 class WireServer:
