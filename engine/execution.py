@@ -17,11 +17,20 @@ from kv_cache.paged_kv import KVGeometry, PagedKV
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 EXECUTIONS = ("eager", "compile", "graph")
 
 _MOST_VARIANTS = 64
 _ROUNDING = 1e-2
+
+
+def compile_variants(function: F) -> F:
+    """A function that is compiled when it is run, once for each variant of what it is given: shapes, modules."""
+    # The default of 8 variants is for mistakes.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    # Tokens are no multiple of 8, and to pad them for the products costs more than the products gain.
+    return cast(F, torch.compile(function, fullgraph=True, dynamic=False, options={"shape_padding": False}))
 
 
 class Execution(Protocol):
@@ -52,10 +61,7 @@ class DirectExecution:
         self._batched = batched
         self._run = run_block
         if compiled:
-            # Each number of tokens, of branches, of pool blocks is a variant; the default of 8 is for mistakes.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
-            # Tokens are no multiple of 8, and to pad them for the products costs more than the products gain.
-            self._run = torch.compile(run_block, fullgraph=True, dynamic=False, options={"shape_padding": False})
+            self._run = compile_variants(run_block)
 
     def prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> None:
         """As Execution."""

@@ -1,5 +1,7 @@
 """From camera frames to what the transformer takes: latents, image conditioning, image features (spec section 4)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -11,14 +13,19 @@ from engine.vision import encode_image
 
 
 class FrameEncoder:
-    """The encoders of one model. recorder: records the VAE's work where given."""
+    """The encoders of one model.
 
-    def __init__(self, model: Model, recorder: Recorder | None) -> None:
+    recorder: records the VAE's work where given. compiled: whether that work runs compiled.
+    """
+
+    def __init__(self, model: Model, recorder: Recorder | None, compiled: bool) -> None:
         self._model = model
         self._config = model.config
         self._device = model.dit.patch_embedding.weight.device
         self._dtype = model.dit.patch_embedding.weight.dtype
-        encode, encode_still = model.video_encoder.encode, self._still
+        encode = partial(model.video_encoder.encode, compiled=compiled)
+        grey_frames = self._config.num_frames - 1
+        encode_still = partial(model.video_encoder.encode_still, grey_frames=grey_frames, compiled=compiled)
         self._encode = RecordedFunction(encode, recorder) if recorder else encode
         self._encode_still = RecordedFunction(encode_still, recorder) if recorder else encode_still
 
@@ -43,9 +50,6 @@ class FrameEncoder:
         video = self._to_video(frames).repeat_interleave(block // (len(frames) // 4), dim=2)
         video = torch.cat([video[:, :, :1], video], dim=2)
         return self._normal(self._encode(video.to(self._dtype)))[:, :, -block:]
-
-    def _still(self, image: Tensor) -> Tensor:
-        return self._model.video_encoder.encode_still(image, self._config.num_frames - 1)
 
     def _normal(self, latents: Tensor) -> Tensor:
         """Latents (1, z, F, H, W) float32 as the transformer has them."""

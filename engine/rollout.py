@@ -91,7 +91,8 @@ class Rollout:
         action_sigmas = flow_sigmas(settings.steps, settings.sigma_shift)
         with torch.inference_mode():
             self._recorder = CudaRecorder(self.device) if settings.execution == "graph" else None
-            self._frames = FrameEncoder(model, self._recorder)
+            compiled = settings.execution != "eager" and self.device.type == "cuda"
+            self._frames = FrameEncoder(model, self._recorder, compiled)
             self.set_batched(settings.batch_branches)
             # Noise levels are the same at every call, and so is all that depends on them alone.
             self._video_solver = FlowSolver(video_sigmas, self.device)

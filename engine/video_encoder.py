@@ -5,13 +5,15 @@ space themselves, a first frame takes one tap of three in time, norms and activa
 frames give is not computed for every image: see `VideoEncoder.encode_still`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import (
     WanCausalConv3d,
+    WanEncoder3d,
     WanResample,
     WanResidualBlock,
     WanResidualDownBlock,
@@ -20,6 +22,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 )
 from torch import Tensor, nn
 
+from engine.execution import compile_variants
 from engine.vae import convolve
 
 _PIECE = 4
@@ -28,9 +31,17 @@ _PIECE = 4
 _Seen = dict[nn.Module, Tensor]
 """The last frames that each convolution in time saw of the pieces before: (1, C, 2, h, w), or 1 where it strides."""
 
+_Step = Callable[..., Tensor]
+"""From a module, a piece's features and what the module's convolutions saw to the features behind it."""
+
 
 class VideoEncoder:
-    """The encoder of a VAE, whose weights stay where they are."""
+    """The encoder of a VAE, whose weights stay where they are.
+
+    Where asked to, it runs compiled, which is fewer passes over memory. Compiled is module by module, at the first run:
+    where a walk begins and ends changes from piece to piece, and not what a module does. Not on a CPU in float32, whose
+    convolutions (see `convolve`) no compiler follows.
+    """
 
     def __init__(self, vae: AutoencoderKLWan) -> None:
         self._vae = vae
@@ -39,13 +50,13 @@ class VideoEncoder:
         self._steady_from = list(_steady_from(self._stages))
         self._steady: dict[torch.Size, dict[int, Tensor]] = {}
 
-    def encode(self, video: Tensor) -> Tensor:
+    def encode(self, video: Tensor, compiled: bool = False) -> Tensor:
         """Latents (1, z, F, H, W), the distribution's mode, of video (1, 3, 1 + 4 (F - 1), h, w) in [-1, 1]."""
-        seen: _Seen = {}
+        walk = self._walk(compiled)
         pieces = self._patches(video).split([1] + [_PIECE] * (video.shape[2] // _PIECE), dim=2)
-        return self._latents([self._head(self._run(piece, 0, len(self._stages), seen), seen) for piece in pieces])
+        return self._latents([walk.end(walk.down(piece, 0, len(self._stages))) for piece in pieces])
 
-    def encode_still(self, image: Tensor, grey_frames: int) -> Tensor:
+    def encode_still(self, image: Tensor, grey_frames: int, compiled: bool = False) -> Tensor:
         """What `encode` gives, to the bit, for an image (1, 3, 1, h, w) and grey frames, a multiple of four, after it.
 
         A stage looks only so far back in time. From some piece on the first stages see nothing but grey and give the
@@ -53,7 +64,7 @@ class VideoEncoder:
         """
         steady = self._steady.setdefault(image.shape[3:], {})
         grey = self._patches(image.new_zeros(1, 3, _PIECE, *image.shape[3:]))
-        seen: _Seen = {}
+        walk = self._walk(compiled)
         encoded = []
         for index in range(1 + grey_frames // _PIECE):
             x, done = grey if index else self._patches(image), 0
@@ -61,27 +72,18 @@ class VideoEncoder:
             if known := [stages for stages in steady if stages <= blind]:
                 done = max(known)
                 x = steady[done]
-            x = self._run(x, done, blind, seen)
+            x = walk.down(x, done, blind)
             if blind > done:
                 steady[blind] = x
-            encoded.append(self._head(self._run(x, blind, len(self._stages), seen), seen))
+            encoded.append(walk.end(walk.down(x, blind, len(self._stages))))
         return self._latents(encoded)
 
-    def _run(self, x: Tensor, begin: int, end: int, seen: _Seen) -> Tensor:
-        """A piece through the stages from `begin` on, up to `end`."""
-        for stage in self._stages[begin:end]:
-            for module in stage:
-                x = _down(module, x, seen)
-        return x
+    def _walk(self, compiled: bool) -> "_Walk":
+        return _Walk(self._vae.encoder, self._stages, *(self._compiled if compiled else (_down, _end)))
 
-    def _head(self, x: Tensor, seen: _Seen) -> Tensor:
-        """Moments (1, 2 z, 1, H, W) of a piece's deepest features."""
-        encoder = self._vae.encoder
-        first, *others = encoder.mid_block.resnets
-        x = _residual(first, x, seen)
-        for attention, resnet in zip(encoder.mid_block.attentions, others, strict=True):
-            x = _residual(resnet, attention(x), seen)
-        return _causal(encoder.conv_out, _norm_silu(encoder.norm_out, x), seen)
+    @cached_property
+    def _compiled(self) -> tuple[_Step, _Step]:
+        return compile_variants(_down), compile_variants(_end)
 
     def _patches(self, video: Tensor) -> Tensor:
         size: int | None = self._vae.config.patch_size
@@ -89,6 +91,28 @@ class VideoEncoder:
 
     def _latents(self, pieces: list[Tensor]) -> Tensor:
         return _convolution(self._vae.quant_conv, torch.cat(pieces, dim=2)).chunk(2, dim=1)[0]
+
+
+class _Walk:
+    """The way of one video's pieces, which it remembers."""
+
+    def __init__(self, encoder: WanEncoder3d, stages: list[tuple[nn.Module, ...]], down: _Step, end: _Step) -> None:
+        self._encoder = encoder
+        self._stages = stages
+        self._down = down
+        self._end = end
+        self._seen: dict[nn.Module, _Seen] = {}
+
+    def down(self, x: Tensor, begin: int, end: int) -> Tensor:
+        """A piece through the stages from `begin` on, up to `end`."""
+        for stage in self._stages[begin:end]:
+            for module in stage:
+                x = self._down(module, x, self._seen.setdefault(module, {}))
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
+        """Moments (1, 2 z, 1, H, W) of a piece's deepest features."""
+        return self._end(self._encoder, x, self._seen.setdefault(self._encoder, {}))
 
 
 def _steady_from(stages: list[tuple[nn.Module, ...]]) -> Iterator[int]:
@@ -121,6 +145,15 @@ def _down(module: nn.Module, x: Tensor, seen: _Seen) -> Tensor:
                 x = _downsample(module.downsampler, x, seen)
             return x + shortcut
     raise TypeError(f"no part of a Wan encoder: {type(module).__name__}")
+
+
+def _end(encoder: WanEncoder3d, x: Tensor, seen: _Seen) -> Tensor:
+    """From the deepest features to the moments: the middle block and the last convolution."""
+    first, *others = encoder.mid_block.resnets
+    x = _residual(first, x, seen)
+    for attention, resnet in zip(encoder.mid_block.attentions, others, strict=True):
+        x = _residual(resnet, attention(x), seen)
+    return _causal(encoder.conv_out, _norm_silu(encoder.norm_out, x), seen)
 
 
 def _residual(block: WanResidualBlock, x: Tensor, seen: _Seen) -> Tensor:

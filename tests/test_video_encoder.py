@@ -1,5 +1,7 @@
 """The encoder gives what diffusers' own gives, and for grey frames, to the bit, what it gives without keeping any."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
@@ -106,19 +108,31 @@ def test_in_bfloat16_it_comes_no_less_near_to_float32_than_the_library() -> None
     assert (ours - exact).norm() < 1.1 * (library - exact).norm()
 
 
-@torch.inference_mode()
-def test_it_compiles_as_a_whole_also_with_what_is_kept() -> None:
-    small = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[True])
-    encoder = VideoEncoder(small.eval().to("meta"))
-    image = torch.rand(1, 3, 1, 16, 32, device="meta")
-    encoder.encode_still(image, 12)
-    compiled = torch.compile(encoder.encode_still, fullgraph=True, backend="eager")
-    assert compiled(image, 12).shape == encoder.encode(still(image, 12)).shape
-
-
 def test_what_is_kept_counts_as_memory_that_serving_needs() -> None:
     """In 14B's VAE: four frames of the first and of the third of down_blocks, and so on, as they leave each."""
     needed = footprint(parse_config(BUILTIN_CONFIGS["droid-2l"]))
     first, second = 4 * 96 * 352 * 640, 4 * 96 * 176 * 320
     third, fourth, fifth = 4 * 192 * 176 * 320, 2 * 192 * 88 * 160, 2 * 384 * 88 * 160
     assert needed.steady == 2 * (first + second + third + fourth + fifth)
+
+
+@torch.inference_mode()
+def test_compiled_it_gives_the_same_from_two_graphs_for_each_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs, traced here: without the convolutions that no compiler follows, and no code made for a CPU."""
+    monkeypatch.setattr("engine.vae._HAS_ONEDNN", False)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, options, **how: compiler(step, backend=backend, **how))
+    encoder = VideoEncoder(random_vae("tiny"))
+    for _ in range(2):
+        image, video = (torch.rand(1, 3, frames, 16, 32) * 2 - 1 for frames in (1, 9))
+        assert torch.equal(encoder.encode(video, compiled=True), encoder.encode(video))
+        assert torch.equal(encoder.encode_still(image, 32, compiled=True), encoder.encode(still(image, 32)))
+    modules = 1 + len(encoder._vae.encoder.down_blocks) + 1
+    once_more = 1  # the first convolution, as a piece of a video lies otherwise in memory than grey frames
+    assert len(graphs) == 2 * modules + once_more, "for a first frame, and for four frames"
