@@ -90,7 +90,7 @@ class Recorder(Protocol):
 
 
 class RecordingError(RuntimeError):
-    """What was recorded does not compute what it was recorded from."""
+    """Work cannot be recorded, or what was recorded does not compute what it was recorded from."""
 
 
 class CudaRecorder:
@@ -101,15 +101,20 @@ class CudaRecorder:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """As Recorder. Raises RuntimeError where the work waits for the device, which a graph cannot."""
+        """As Recorder. Raises RecordingError where a graph cannot hold the work, as when it waits for the device."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             work()  # compiles, tunes, and makes what libraries keep for themselves
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream):
-            result = work()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, stream=stream):
+                result = work()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RecordingError(f"a forward cannot be recorded: {str(error).splitlines()[0]}") from error
 
         def replay() -> Tensor:
             graph.replay()

@@ -3,7 +3,8 @@
 import importlib.util
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.opening import open_checkpoint
 from engine.config import ModelConfig
+from engine.device import choose_device, require_small_for_cpu
+from engine.device_faults import DeviceUnavailable, is_lost, is_out_of_memory
 from engine.embodiment import EmbodimentError
 from engine.embodiment_file import read_embodiment
 from engine.execution import EXECUTIONS, graph_copies_bytes
@@ -24,7 +27,7 @@ from engine.step_cache import parse_step_cache
 from engine.transforms import Transforms
 from engine.trial import activation_bytes
 from engine.warmup import warm_up
-from kv_cache.attention import available_backends, choose_backend
+from kv_cache.attention import DEVICE_SIDE, available_backends, choose_backend
 from kv_cache.cache import KVCache
 from kv_cache.paged_kv import KVGeometry
 from kv_cache.self_check import BackendError, check_backend
@@ -45,8 +48,8 @@ class _SettingError(ValueError):
 def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
     """Load the checkpoint, size the KV cache, warm up; `report` is told what is being done.
 
-    Raises PolicyLoadError where a setting, the checkpoint or the device's memory does not allow it, or a first call
-    fails.
+    Raises PolicyLoadError where a setting or the checkpoint does not allow it, or a first call fails, DeviceUnavailable
+    where the device has too little memory free or is not there, and whatever a device that is lost raises.
     """
     try:
         return _load_policy(settings, report)
@@ -60,7 +63,7 @@ def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Poli
     ) as error:
         raise PolicyLoadError(str(error)) from error
     except torch.OutOfMemoryError as error:
-        raise PolicyLoadError(f"the device has too little memory: {str(error).splitlines()[0]}") from error
+        raise _too_little_memory(error) from error
 
 
 def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
@@ -73,18 +76,20 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     embodiment = read_embodiment(settings.embodiment)
     report("reading the checkpoint")
     checkpoint = open_checkpoint(settings.checkpoint, settings.base_checkpoint, settings.revision, settings.tokenizer)
+    if settings.device == "auto" and device.type == "cpu":
+        require_small_for_cpu(checkpoint.config, dtype)
     if (relative := checkpoint.training.relative_keys) is not None:
         embodiment = embodiment.with_relative_actions(relative)
     transforms = Transforms(embodiment, checkpoint.config, checkpoint.statistics)
     execution = _execution(settings, device, dtype, checkpoint.config)
-    rollout_settings = replace(rollout_settings, execution=execution)
-    backend = _backend(settings, device, dtype, checkpoint.config, recorded=execution == "graph")
+    backends = _backends(settings, device, dtype, checkpoint.config, recorded=execution == "graph")
     geometry = kv_geometry(checkpoint.config, dtype)
     least = one_session_bytes(geometry, _window(checkpoint.config))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # libraries and graphs work on the thread's current one
         sizes = weight_bytes(checkpoint.config, dtype, settings.fp8, text_encoder_device != device)
-        require_memory(torch.cuda.mem_get_info(device)[0], sizes.device, least)
+        with _of_the_device():
+            require_memory(torch.cuda.mem_get_info(device)[0], sizes.device, least)
     report("loading weights")
     model = load_model(
         checkpoint.config, checkpoint.weights, device, dtype, settings.fp8, text_encoder_device,
@@ -93,9 +98,15 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     if unused := checkpoint.entries - model.entry_shapes().keys():
         logger.info("%d of %d checkpoint entries are not used", len(unused), len(checkpoint.entries))
 
-    if backend != "sdpa":
+    def check(backend: str) -> None:
         report(f"checking attention by {backend}")
         check_backend(geometry, _window(checkpoint.config), device, backend)
+
+    backend, reason = _first_that_passes(backends, check)
+    if reason is not None and execution == "graph" and backend not in DEVICE_SIDE:
+        execution = "compile"
+        rollout_settings = replace(rollout_settings, execution_reason=reason)
+    rollout_settings = replace(rollout_settings, execution=execution)
 
     def serve_from(kv_bytes: int, rollout_settings: RolloutSettings) -> tuple[Rollout, KVCache]:
         cache = build_cache(checkpoint.config, kv_bytes, device, dtype, backend)
@@ -111,18 +122,61 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
         if execution == "graph":
             reserved += reserved + graph_copies_bytes(geometry)  # graphs keep what their work needs for themselves
     available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved)
-    policy = Policy(checkpoint, *serve_from(available, rollout_settings), transforms)
+    is_measured = device.type == "cuda" and settings.kv_bytes is None
+    with _of_the_device() if is_measured else nullcontext():
+        policy = Policy(checkpoint, *serve_from(available, rollout_settings), transforms)
     if settings.warm_up != "off":
         _warm_up(policy, settings, report)
     return policy
 
 
+def _too_little_memory(error: Exception) -> DeviceUnavailable:
+    return DeviceUnavailable(f"the device has too little memory: {str(error).splitlines()[0]}")
+
+
+@contextmanager
+def _of_the_device() -> Iterator[None]:
+    """What is too little memory inside is so as long as others use the device, not because of a setting."""
+    try:
+        yield
+    except NotEnoughMemory as error:
+        raise DeviceUnavailable(str(error)) from error
+
+
+def _first_that_passes(backends: list[str], check: Callable[[str], None]) -> tuple[str, str | None]:
+    """The first backend that does what plain attention does, and what is wrong with the one before it, if any.
+
+    Raises what the check of the last one raises; that of any where the device has no memory left or is lost.
+    """
+    reason = None
+    for backend in backends:
+        if backend == "sdpa":
+            break  # it is what the others are compared with
+        try:
+            check(backend)
+            break
+        except Exception as error:
+            if backend == backends[-1] or is_out_of_memory(error) or is_lost(error):
+                raise
+            reason = f"attention by {backend} cannot be used: {type(error).__name__}: {_first_line(error)}"
+            logger.error("%s; trying the next", reason)
+    return backend, reason
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no reason given"])[0]
+
+
 def _warm_up(policy: Policy, settings: EngineSettings, report: Callable[[str], None]) -> None:
-    """Raises PolicyLoadError where a call fails and none may."""
+    """Raises PolicyLoadError where a call fails and none may; DeviceUnavailable where it is for want of memory."""
     try:
         warm_up(policy, report, settings.save_video is not None, settings.guidance == "measure")
     except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+        if is_lost(error):
+            raise
+        if is_out_of_memory(error) and settings.warm_up == "required":
+            raise _too_little_memory(error) from error
+        reason = f"{type(error).__name__}: {_first_line(error)}"
         if settings.warm_up == "required":
             raise PolicyLoadError(
                 f"the warm-up failed ({reason}); --execution eager runs without compilation and recording, "
@@ -228,13 +282,20 @@ def require_memory(free: int, weights: int, session: int) -> None:
         )
 
 
-def _backend(
+def _backends(
     settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig, recorded: bool
-) -> str:
+) -> list[str]:
+    """The attention backends to try, in order: the one asked for, or all there are, the best first."""
+    here = (device, dtype, config.dit.frame_seqlen)
     try:
-        return choose_backend(device, dtype, config.dit.frame_seqlen, settings.attention_backend, device_side=recorded)
+        chosen = choose_backend(*here, settings.attention_backend, device_side=recorded)
     except ValueError as error:
         raise _SettingError(str(error)) from error
+    if settings.attention_backend != "auto":
+        return [chosen]
+    # Without a graph, where that was not asked for, there is always one more.
+    last = ["sdpa"] if recorded and settings.execution == "auto" else []
+    return available_backends(*here, device_side=recorded) + last
 
 
 def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
@@ -245,20 +306,10 @@ def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _device(name: str) -> torch.device:
-    """With an index where it is a CUDA device: torch makes no device current that has none."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise _SettingError(f"device {name!r} is not a torch device; try auto, cpu or cuda") from None
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise _SettingError(f"device {name!r} is not supported; try auto, cpu or cuda")
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise _SettingError(f"device {name!r} asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        return choose_device(name)
+    except ValueError as error:
+        raise _SettingError(str(error)) from error
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -158,6 +158,7 @@ class Policy:
             "dtype": str(self._rollout.dtype).removeprefix("torch."),
             "attention_backend": self._cache.paged.backend,
             "execution": self._rollout.execution,
+            "execution_reason": self._rollout.execution_reason,
             "guidance": "batched" if self._rollout.batched else "separate",
             "kv_blocks": self._cache.report().blocks_total,
             "kv_sessions": self._cache.budget.sessions,

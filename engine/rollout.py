@@ -1,9 +1,10 @@
 """One call of the policy (spec section 4): restart or continue the window, prefill, denoise."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.dit import CrossContext, ForwardContext, Register
-from engine.execution import CudaRecorder, DirectExecution, Execution, RecordedExecution
+from engine.execution import CudaRecorder, DirectExecution, Execution, RecordedExecution, RecordingError
 from engine.frames import FrameEncoder
 from engine.model import Model
 from engine.rope import Rope, Rotation
@@ -24,6 +25,8 @@ from engine.vae import decode_video
 from kv_cache.attention import AttentionPlan
 from kv_cache.cache import KVCache
 
+logger = logging.getLogger(__name__)
+
 POSITIVE, NEGATIVE = 0, 1
 """The two guidance branches: the robot's prompt and the negative prompt."""
 
@@ -34,8 +37,8 @@ class RolloutSettings:
 
     seed_per_session: whether each call of each session has noise of its own, which follows from the seed, the
         session's key and the number of its calls; otherwise the noise is the same at every call.
-    execution: one of `engine.execution.EXECUTIONS`. batch_branches: whether both guidance branches go through the DiT
-        as one batch.
+    execution: one of `engine.execution.EXECUTIONS`. execution_reason: why it is not what was asked for, if it is not.
+    batch_branches: whether both guidance branches go through the DiT as one batch.
     """
 
     steps: int = 16
@@ -45,6 +48,7 @@ class RolloutSettings:
     seed_per_session: bool = False
     step_cache: StepCacheSettings = field(default_factory=StepCacheSettings)
     execution: str = "eager"
+    execution_reason: str | None = None
     batch_branches: bool = True
 
 
@@ -90,9 +94,7 @@ class Rollout:
         video_sigmas = flow_sigmas(settings.steps, settings.sigma_shift, final_noise)
         action_sigmas = flow_sigmas(settings.steps, settings.sigma_shift)
         with torch.inference_mode():
-            self._recorder = CudaRecorder(self.device) if settings.execution == "graph" else None
-            compiled = settings.execution != "eager" and self.device.type == "cuda"
-            self._frames = FrameEncoder(model, self._recorder, compiled)
+            self._set_recorder(CudaRecorder(self.device) if settings.execution == "graph" else None)
             self.set_batched(settings.batch_branches)
             # Noise levels are the same at every call, and so is all that depends on them alone.
             self._video_solver = FlowSolver(video_sigmas, self.device)
@@ -112,6 +114,11 @@ class Rollout:
     def execution(self) -> str:
         """One of `engine.execution.EXECUTIONS`."""
         return self._settings.execution
+
+    @property
+    def execution_reason(self) -> str | None:
+        """Why it is not the one that was asked for, where it is not."""
+        return self._settings.execution_reason
 
     @property
     def batched(self) -> bool:
@@ -164,7 +171,28 @@ class Rollout:
         frames: stitched (T, h, w, 3) uint8. tokens, mask: the prompt's, (text_len,). state: (max_state_dim,) float32,
         normalised. noise: instead of the seeded noise.
         Where anything raises, K/V and frames are as before the call, and the session's next call restarts its window.
+        Where a forward cannot be recorded, or its recording gives other numbers, none is recorded from then on.
         """
+        try:
+            return self._call(session, frames, tokens, mask, state, noise)
+        except RecordingError as error:
+            self._stop_recording(error)
+        return self._call(session, frames, tokens, mask, state, noise)
+
+    def _stop_recording(self, error: RecordingError) -> None:
+        logger.error("%s; forwards are compiled and not recorded from here on", error)
+        self._settings = replace(self._settings, execution="compile", execution_reason=str(error))
+        self._set_recorder(None)
+        self.set_batched(self._batched)
+
+    def _set_recorder(self, recorder: CudaRecorder | None) -> None:
+        self._recorder = recorder
+        compiled = self._settings.execution != "eager" and self.device.type == "cuda"
+        self._frames = FrameEncoder(self._model, recorder, compiled)
+
+    def _call(
+        self, session: Session, frames: Tensor, tokens: Tensor, mask: Tensor, state: Tensor, noise: Noise | None
+    ) -> Prediction:
         clock = _PhaseClock(self.device)
         forwards = 0
         prompt = _prompt_key(tokens)

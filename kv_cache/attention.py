@@ -4,14 +4,19 @@ The operator is registered with `torch.library`, so `torch.compile(fullgraph=Tru
 that changes from call to call (window fill, block ids) is in tensors of fixed shape, so nothing recompiles.
 """
 
+import functools
+import importlib
 import importlib.util
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+logger = logging.getLogger(__name__)
 
 DEVICE_SIDE = ("flash-attn-3", "varlen", "triton")
 """Backends that read lengths and block table on the device: a captured CUDA graph of them serves every window."""
@@ -51,20 +56,37 @@ def available_backends(
     backends = []
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if dtype in (torch.bfloat16, torch.float16):
-        if capability == (9, 0) and importlib.util.find_spec("flash_attn_interface"):
+        if capability == (9, 0) and _offers("flash_attn_interface", "flash_attn_with_kvcache"):
             backends.append("flash-attn-3")
-        if capability >= (8, 0) and importlib.util.find_spec("flash_attn"):
+        if capability >= (8, 0) and _offers("flash_attn", "flash_attn_func"):
             backends.append("flash-attn-2")
         if capability >= (8, 0) and frame_tokens % 256 == 0 and _varlen_knows_block_tables():
             backends.append("varlen")
     backends.append("sdpa")
-    if (
-        capability >= (8, 0)
-        and dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and importlib.util.find_spec("triton")
-    ):
+    if capability >= (8, 0) and dtype in (torch.bfloat16, torch.float16, torch.float32) and _offers("triton", "jit"):
         backends.append("triton")
     return [name for name in backends if name in DEVICE_SIDE or not device_side]
+
+
+def _offers(package: str, function: str) -> bool:
+    """Whether `function` can be imported from `package`. The name alone tells nothing: there are packages of the same.
+
+    `flash_attn_interface` of the index is empty, and what other FlashAttentions install has `flash_attn` as its folder.
+    """
+    if importlib.util.find_spec(package) is None:
+        return False
+    try:
+        getattr(importlib.import_module(package), function)
+    except Exception as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        _warn_once(f"{package} is installed and of no use here: {type(error).__name__}: {reason}")
+        return False
+    return True
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def choose_backend(
@@ -79,7 +101,7 @@ def choose_backend(
     if not backends:
         raise ValueError(
             f"no attention backend can run here ({here}): it takes CUDA, compute capability 8.0 or more, and the "
-            "package triton, or in half precision flash_attn_interface (FlashAttention 3, for 9.0 alone)"
+            "package triton, or in half precision FlashAttention 3 (for 9.0 alone), built from its sources"
         )
     if wanted == "auto":
         return backends[0]

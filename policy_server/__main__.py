@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from engine.device_faults import DeviceUnavailable
 from engine.loop import LoadPolicy
 from engine.settings import EngineSettings
 from policy_server.garbage import keep_what_is_loaded
@@ -66,6 +67,9 @@ async def run(settings: ServerSettings, load_policy: LoadPolicy) -> int:
     if isinstance(died_of, SettingsError):
         code = EXIT_BAD_SETTINGS
         log.error("cannot start: %s", died_of)
+    elif isinstance(died_of, DeviceUnavailable):
+        code = EXIT_FAILED
+        log.error("cannot start now: %s", died_of)
     elif died_of is not None:
         code = EXIT_FAILED
         fields = {"reason": f"{type(died_of).__name__}: {died_of}"}
@@ -76,7 +80,10 @@ async def run(settings: ServerSettings, load_policy: LoadPolicy) -> int:
 
 
 def load(settings: EngineSettings, report: Callable[[str], None]) -> "Policy":
-    """The policy of these settings. Raises SettingsError when they, or the checkpoint, cannot be used."""
+    """The policy of these settings.
+
+    Raises SettingsError when they, or the checkpoint, cannot be used, DeviceUnavailable when the device cannot now.
+    """
     report("importing torch")
     import torch
 

@@ -1,6 +1,5 @@
 """Attention over the pool: every backend against a float64 reference, and as one node of a compiled graph."""
 
-import importlib.util
 import random
 from collections.abc import Iterator
 
@@ -227,14 +226,9 @@ def test_a_compiled_block_is_one_graph_for_every_layer_and_fill() -> None:
 
 
 def the_machine_has(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], packages: set[str]) -> None:
-    """A CUDA device of this capability, and these of `PACKAGES`; whatever else torch looks for is found as ever."""
-    find_spec = importlib.util.find_spec
-
-    def found(name: str, *parent: str) -> object:
-        return (name in packages or None) if name in PACKAGES else find_spec(name, *parent)
-
+    """A CUDA device of this capability, and these of `PACKAGES`, with what is wanted of them."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    monkeypatch.setattr("importlib.util.find_spec", found)
+    monkeypatch.setattr("kv_cache.attention._offers", lambda package, function: package in packages)
 
 
 def compiles_so_far_are_forgotten() -> None:

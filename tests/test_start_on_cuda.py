@@ -4,8 +4,10 @@ What is run is the server's own `load_policy`: loading, self-check, trial, sizin
 """
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,18 @@ import torch
 
 from benchmarks.gpu_model import RandomWeights, droid_14b
 from engine.builtin import BUILTIN_CONFIGS
+from engine.device import choose_device
+from engine.device_faults import DeviceUnavailable
 from engine.loading import PolicyLoadError, load_policy
+from engine.policy import Policy
 from engine.settings import EngineSettings
+from policy_server.__main__ import load, run
+from policy_server.settings import ServerSettings
 from tests.checkpoints import observation
 from tests.fake_cuda import GIB, FakeCuda, Replay, Wait, fake_cuda
 
 CALLS = 5
+QUICK = EngineSettings(checkpoint="small", kv_bytes=GIB, warm_up="off")
 STEPS = 16
 # Each is a copy without `non_blocking`, or a look at the clock. At a restart: image and text go to the device as well.
 MOST_WAITS = {"restart": 25, "continued": 20}
@@ -158,7 +166,7 @@ def denoise_loop(events: list[Wait | Replay]) -> list[Wait | Replay]:
     [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True), ((12, 0), True)],
 )
 def test_every_card_from_ampere_on_gets_graphs_and_from_ada_on_fp8(capability: tuple[int, int], has_fp8: bool) -> None:
-    settings = EngineSettings(checkpoint="small", kv_bytes=GIB, warm_up="off", fp8=True)
+    settings = replace(QUICK, fp8=True)
     with fake_cuda(capability=capability):
         if not has_fp8:
             with pytest.raises(PolicyLoadError, match=r"fp8: expected a CUDA device of capability 8\.9 or above"):
@@ -172,3 +180,95 @@ def test_every_card_from_ampere_on_gets_graphs_and_from_ada_on_fp8(capability: t
 def test_a_device_that_torch_does_not_see_is_refused() -> None:
     with fake_cuda(devices=1), pytest.raises(PolicyLoadError, match="'cuda:1' asked for, but torch sees 1 CUDA device"):
         load_policy(EngineSettings(checkpoint="small", device="cuda:1"), lambda status: None)
+
+
+EMPTY = '__version__ = "0.0.1"'  # flash_attn_interface on the package index is no more than this
+BROKEN = 'raise ImportError("libc10.so: undefined symbol: _ZN3c104cuda9SetDeviceEi")'  # built for another torch
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(EMPTY, "has no attribute 'flash_attn_with_kvcache'"), (BROKEN, "ImportError: libc10.so: undefined symbol")],
+)
+def test_a_package_of_the_name_alone_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: str, reason: str
+) -> None:
+    (tmp_path / "flash_attn_interface").mkdir()
+    (tmp_path / "flash_attn_interface" / "__init__.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    with fake_cuda(capability=(9, 0)):
+        policy = load_policy(QUICK, lambda status: None)
+    assert policy.info()["attention_backend"] == "triton"
+    assert "flash_attn_interface is installed and of no use here: " in caplog.text
+    assert reason in caplog.text
+    sys.modules.pop("flash_attn_interface", None)
+
+
+def test_a_backend_that_fails_its_check_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kv_cache.self_check._ROUNDING", -1.0)
+    with fake_cuda():
+        info = load_policy(QUICK, lambda status: None).info()
+        assert (info["attention_backend"], info["execution"]) == ("sdpa", "compile")
+        assert str(info["execution_reason"]).startswith("attention by triton cannot be used: BackendError: ")
+        assert "attention by triton cannot be used" in caplog.text
+        with pytest.raises(PolicyLoadError, match="'triton' differs from SDPA"):
+            load_policy(replace(QUICK, attention_backend="triton"), lambda status: None)
+        with pytest.raises(PolicyLoadError, match="'triton' differs from SDPA"):
+            load_policy(replace(QUICK, execution="graph"), lambda status: None)
+
+
+def test_a_recording_that_differs_leaves_the_start_compiled_and_its_reason_to_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.execution._ROUNDING", -1.0)
+    with fake_cuda() as cuda:
+        info = load_policy(replace(QUICK, steps=1, warm_up="required"), lambda status: None).info()
+    assert len(cuda.graphs) == 1, "after the first that differs, none is made"
+    assert info["execution"] == "compile"
+    assert "a recorded run differs from the one it records" in str(info["execution_reason"])
+    assert "a recorded run differs from the one it records" in caplog.text
+
+
+async def test_too_little_memory_is_no_bad_setting_and_leaves_with_1(caplog: pytest.LogCaptureFixture) -> None:
+    """A unit is not started again after 2, and who holds the card may leave it. A setting that is too small is bad."""
+
+    async def exit_code(settings: EngineSettings, **card: Any) -> int:
+        def on_a_card(report: Callable[[str], None]) -> Policy:
+            with fake_cuda(**card):
+                return load(settings, report)
+
+        return await run(ServerSettings(port=0), on_a_card)
+
+    assert await exit_code(replace(QUICK, kv_bytes=None), total=2**20) == 1
+    assert "cannot start now: the device has 0.0 GiB free; the weights need" in caplog.text
+    assert await exit_code(replace(QUICK, kv_bytes=1000)) == 2
+
+
+def test_a_gpu_that_torch_does_not_see_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a driver that is older than what torch was built for."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("engine.device.DEVICE_FILES", tmp_path)
+    assert choose_device("auto").type == "cpu"
+    assert caplog.text == ""
+    for name in ("nvidia0", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    assert choose_device("auto").type == "cpu"
+    assert f"running on the CPU: {tmp_path}/nvidia0 is there, but torch sees no GPU" in caplog.text
+    with pytest.raises(ValueError, match=r"torch sees 0 CUDA devices: .*nvidia0 is there"):
+        choose_device("cuda")
+
+
+def test_a_large_checkpoint_is_loaded_on_a_cpu_only_where_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(BUILTIN_CONFIGS, "droid-14b", droid_14b())
+    with pytest.raises(DeviceUnavailable, match=r"no GPU was found, and 8\d\.\d GiB of weights .* --device cpu asks"):
+        load_policy(EngineSettings(checkpoint="droid-14b"), lambda status: None)
+    monkeypatch.setattr("engine.device.MOST_BYTES_ON_CPU", 0)
+    with pytest.raises(DeviceUnavailable):
+        load_policy(EngineSettings(checkpoint="small", warm_up="off"), lambda status: None)
+    load_policy(EngineSettings(checkpoint="small", warm_up="off", device="cpu"), lambda status: None)
