@@ -5,7 +5,7 @@ It stands in for the pool behind the same interface, so that everything else of 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,25 +15,19 @@ from kv_cache.attention import AttentionPlan
 from kv_cache.cache import KVCache, SessionKV
 
 
-@dataclass(frozen=True)
-class _Lease:
-    branch: int
-    registers: int
-    commit: bool
-
-
 @dataclass
 class _DenseLayer:
-    """One layer's windows by branch, each K and V of (1, tokens, heads, head_dim)."""
+    """One layer's windows, K and V of (B, tokens, heads, head_dim)."""
 
-    leases: dict[int, _Lease]  # by id of the plan, shared by all layers
     window_tokens: int
-    windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    window: tuple[Tensor, Tensor] | None = None
+    frame_tokens: int = 0
+    """Of the running lease's frames: what is behind them in a forward is the register."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         """Attend over the window, the current frames and the register; keep the frames where the lease commits."""
         window_k, window_v = self._extended(k, v, plan)
-        video = k.shape[1] - self.leases[id(plan)].registers
+        video = self.frame_tokens
         keys = torch.cat([window_k, k[:, video:]], dim=1).transpose(1, 2)
         values = torch.cat([window_v, v[:, video:]], dim=1).transpose(1, 2)
         return scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2).contiguous()
@@ -44,40 +38,34 @@ class _DenseLayer:
 
     def _extended(self, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """The window with the current frames behind it, cut to its size; kept where the lease commits."""
-        lease = self.leases[id(plan)]
-        video = k.shape[1] - lease.registers
-        past_k, past_v = self.windows.get(lease.branch, (k[:, :0], v[:, :0]))
+        video = self.frame_tokens
+        past_k, past_v = self.window or (k[:, :0], v[:, :0])
         window_k = torch.cat([past_k, k[:, :video]], dim=1)[:, -self.window_tokens :]
         window_v = torch.cat([past_v, v[:, :video]], dim=1)[:, -self.window_tokens :]
-        if lease.commit:
-            self.windows[lease.branch] = (window_k, window_v)
+        if plan.stored.numel():
+            self.window = (window_k, window_v)
         return window_k, window_v
 
 
 class DenseKVCache(KVCache):
-    """A KV cache for one session that keeps the account of blocks but stores K/V densely."""
+    """A KV cache for one session, branches in one batch, that keeps the account of blocks but stores K/V densely."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache.geometry, cache.policy, cache.budget, torch.device("cpu"))
         tokens = cache.policy.capacity * cache.geometry.frame_tokens
-        self._leases: dict[int, _Lease] = {}
-        self._dense = [_DenseLayer(self._leases, tokens) for _ in range(cache.geometry.layers)]
+        self._dense = [_DenseLayer(tokens) for _ in range(cache.geometry.layers)]
         self.paged.layers = self._dense  # type: ignore[assignment]
 
     @contextmanager
-    def lease(
-        self, session: SessionKV, branch: int, frames: int, registers: int = 0, commit: bool = False
-    ) -> Iterator[AttentionPlan]:
-        """As KVCache.lease; the layers know the plan while it lasts."""
-        with super().lease(session, branch, frames, registers, commit) as plan:
-            self._leases[id(plan)] = _Lease(branch, registers, commit)
-            try:
-                yield plan
-            finally:
-                del self._leases[id(plan)]
+    def lease(self, session: SessionKV, frames: int, commit: bool = False) -> Iterator[AttentionPlan]:
+        """As KVCache.lease; the layers know how many tokens its frames have."""
+        for layer in self._dense:
+            layer.frame_tokens = frames * self.geometry.frame_tokens
+        with super().lease(session, frames, commit) as plan:
+            yield plan
 
     def restart(self, session: SessionKV) -> None:
         """As KVCache.restart; the dense windows go too."""
         super().restart(session)
         for layer in self._dense:
-            layer.windows.clear()
+            layer.window = None

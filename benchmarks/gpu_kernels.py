@@ -1,4 +1,4 @@
-"""What single kernels do at a model's sizes: matrix products, and attention over the pool by each backend."""
+"""What single kernels do at a model's sizes: matrix products, and attention of both branches by each backend."""
 
 import statistics
 import time
@@ -15,7 +15,6 @@ from engine.fp8 import quantize_rows
 from engine.loading import kv_geometry
 from kv_cache.attention import AttentionPlan, attend, available_backends
 from kv_cache.paged_kv import PagedKV
-from kv_cache.window import WindowPolicy
 
 LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 """Of attention, as a share of the largest value of the exact result, whose inputs are of unit variance.
@@ -56,44 +55,40 @@ def matmul_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
 def compare_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype, verdict: Verdict) -> None:
     """A row for each backend over a full window, in a run of blocks and in pieces: errors against float64, and ms."""
     geometry = kv_geometry(config, dtype)
-    table_size = geometry.window_blocks(WindowPolicy(config.dit.window_frames))
-    resident = config.dit.window_frames - config.dit.num_frame_per_block
+    frames, branches = config.dit.window_frames, geometry.branches
+    resident = frames - geometry.frames_per_forward
     largest = LARGEST_ERROR[dtype]
     begin_table(
         f"attention over a full window, largest error over largest value (at most {largest:.0e})",
         "in a run", "in pieces", "ms in a run", "in pieces",
     )  # fmt: skip
-    shape = (table_size * 2 + 1, geometry.frame_tokens, geometry.heads, geometry.head_dim)
+    shape = (2 * branches * resident, geometry.frame_tokens, geometry.heads, geometry.head_dim)
     k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     length = geometry.frames_per_forward * geometry.frame_tokens + geometry.register_tokens
-    q, k, v = torch.randn(3, 1, length, geometry.heads, geometry.head_dim, device=device, dtype=dtype)
-    for backend in available_backends(device, dtype, geometry.frame_tokens):
+    q, k, v = torch.randn(3, branches, length, geometry.heads, geometry.head_dim, device=device, dtype=dtype)
+    for backend in available_backends(device, dtype):
         with verdict.attempt(f"attention by {backend}"):
             errors, millis = [], []
             for stride in (1, 2):  # neighbours, and every other block
-                blocks = list(range(1, 1 + stride * table_size, stride))
-                now = resident + geometry.frames_per_forward
-                plan = PagedKV(geometry, 1, device, backend).plan(
-                    blocks[:resident], blocks[resident:now], blocks[now : now + geometry.scratch_blocks],
-                    geometry.register_tokens, table_size,
-                )  # fmt: skip
+                windows = [[stride * (branch * resident + at) for at in range(resident)] for branch in range(branches)]
+                plan = PagedKV(geometry, 1, device, backend).plan(windows, [[]] * branches, frames)
                 work = partial(attend, q, k, v, k_cache, v_cache, plan, backend)
-                got, exact = work()[:, :, :2].double(), _reference(q, k_cache, v_cache, plan)
+                got, exact = work()[:, :, :2].double(), _reference(q, k, v, k_cache, v_cache, plan)
                 errors.append(float((got - exact).abs().max() / exact.abs().max()))
                 millis.append(1e3 * timed(work, device))
             show_row(backend, *(f"{error:.1e}" for error in errors), *(f"{ms:.2f}" for ms in millis))
             verdict.hold(f"attention by {backend}", max(errors), largest)
 
 
-def _reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
-    """In float64, of the first two heads: (1, L, 2, head_dim)."""
-    seen = int(plan.visible)
-    q64 = q[0, :, :2].double().transpose(0, 1)
-    k64, v64 = (
-        cache[plan.table.long()].flatten(0, 1)[:seen, :2].double().transpose(0, 1) for cache in (k_cache, v_cache)
+def _reference(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
+    """In float64, of the first two heads: (B, L, 2, head_dim)."""
+    seen = int(plan.visible[0])
+    keys, values = (
+        torch.cat([cache[plan.table.long()].flatten(1, 2)[:, :seen], now], dim=1)[:, :, :2].double().transpose(1, 2)
+        for cache, now in ((k_cache, k), (v_cache, v))
     )
-    scores = q64 @ k64.transpose(1, 2) / q.shape[-1] ** 0.5
-    return (scores.softmax(-1) @ v64).transpose(0, 1)[None]
+    scores = q[:, :, :2].double().transpose(1, 2) @ keys.transpose(2, 3) / q.shape[-1] ** 0.5
+    return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
 def wait(device: torch.device) -> None:

@@ -89,10 +89,7 @@ class Bench:
 
     def robots(self, count: int, settings: RolloutSettings) -> list[Robot]:
         """Sessions in one pool that is just large enough for them."""
-        geometry = kv_geometry(self.config, self.dtype)
-        backend = choose_backend(
-            self.device, self.dtype, geometry.frame_tokens, device_side=settings.execution == "graph"
-        )
+        backend = choose_backend(self.device, self.dtype, device_side=settings.execution == "graph")
         cache = build_cache(self.config, self._pool_bytes(count), self.device, self.dtype, backend)
         rollout = Rollout(self.model, cache, self.checkpoint.tokenizer, settings)
         return [self._robot(rollout, cache, number) for number in range(count)]

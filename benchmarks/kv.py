@@ -82,9 +82,9 @@ def large_allocations(model: Model, robot: Robot) -> int:
     rope = Rope(geometry.head_dim, config.latent_height // 2, config.latent_width // 2, 2, 24, 1)
     rotation = rope.rotation(7, 2, True, CPU)
     tokens = torch.randn(1, 2 * geometry.frame_tokens + geometry.register_tokens, config.dit.dim)
-    cross = CrossContext((kv.text(0),), kv.image)
-    with robot.cache.call(kv), robot.cache.lease(kv, 0, 2, geometry.register_tokens) as plan:
-        context = ForwardContext(rotation, (plan,), cross)
+    cross = CrossContext((kv.text(0), kv.text(1)), kv.image)
+    with robot.cache.call(kv), robot.cache.lease(kv, 2) as plan:
+        context = ForwardContext(rotation, plan, cross)
         model.dit(tokens, time, context, robot.cache.paged)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             model.dit(tokens, time, context, robot.cache.paged)

@@ -70,28 +70,28 @@ class CrossContext:
 class ForwardContext:
     """What stays the same over the forwards of a phase, for B guidance branches.
 
-    rotation: of the tokens. plans: where each branch's K/V go and what it sees. cross: its cross-attention K/V.
+    rotation: of the tokens. plan: what each branch sees and where its K/V go. cross: its cross-attention K/V.
     """
 
     rotation: Rotation
-    plans: tuple[AttentionPlan, ...]
+    plan: AttentionPlan
     cross: CrossContext
 
     @property
     def branches(self) -> int:
         """B; not the number of text halves, of which one may be several branches'."""
-        return len(self.plans)
+        return len(self.plan.table)
 
     def layer(self, index: int, kv: PagedKV) -> "LayerContext":
         """What one layer takes of it, and of the pool."""
         texts = tuple(text[index] for text in self.cross.texts)
-        return LayerContext(self.rotation, self.plans, kv.layers[index], texts, self.cross.image[index])
+        return LayerContext(self.rotation, self.plan, kv.layers[index], texts, self.cross.image[index])
 
     def split(self) -> "tuple[ForwardContext, ...]":
         """A context for each branch alone."""
         return tuple(
-            ForwardContext(self.rotation, (plan,), CrossContext((text,), self.cross.image))
-            for plan, text in zip(self.plans, self.cross.apart().texts, strict=True)
+            ForwardContext(self.rotation, plan, CrossContext((text,), self.cross.image))
+            for plan, text in zip(self.plan.split(), self.cross.apart().texts, strict=True)
         )
 
 
@@ -100,7 +100,7 @@ class LayerContext:
     """One layer's share of a ForwardContext: its pool, and K and V of the branches' texts and of the image."""
 
     rotation: Rotation
-    plans: tuple[AttentionPlan, ...]
+    plan: AttentionPlan
     kv: PagedLayer
     texts: tuple[tuple[Tensor, Tensor], ...]
     image: tuple[Tensor, Tensor]
@@ -172,19 +172,16 @@ class SelfAttention(nn.Module):
         self.heads = config.num_heads
 
     def forward(self, x: Tensor, layer: LayerContext) -> Tensor:
-        """x (B, L, D) to (B, L, D); the K/V of each branch are written into its plan's slots."""
+        """x (B, L, D) to (B, L, D); where the plan says so, the K/V are written into its blocks."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         q = self._rotated(self.norm_q(q), layer)
         k, v = self._rotated(self.norm_k(k), layer), self._heads(v)
-        branches = zip(q.split(1), k.split(1), v.split(1), layer.plans, strict=True)
-        return self.o(as_batch([layer.kv.attend(*branch) for branch in branches]).flatten(-2))
+        return self.o(layer.kv.attend(q, k, v, layer.plan).flatten(-2))
 
     def store(self, x: Tensor, layer: LayerContext) -> None:
-        """Write the K/V of x (B, L, D) into the plans' slots, and no more."""
+        """Write the K/V of x (B, L, D) into the plan's blocks, and no more."""
         _, k, v = self.qkv(x).chunk(3, dim=-1)
-        k, v = self._rotated(self.norm_k(k), layer), self._heads(v)
-        for branch in zip(k.split(1), v.split(1), layer.plans, strict=True):
-            layer.kv.store(*branch)
+        layer.kv.store(self._rotated(self.norm_k(k), layer), self._heads(v), layer.plan)
 
     def _rotated(self, x: Tensor, layer: LayerContext) -> Tensor:
         return rotate(self._heads(x), layer.rotation)
@@ -247,7 +244,7 @@ class Block(nn.Module):
         return _add_gated(x, self.ffn(y), gate2, video_tokens)
 
     def store(self, x: Tensor, e0: Tensor, layer: LayerContext) -> None:
-        """Write the self-attention K/V of x (B, L, D), video tokens alone, into the plans' slots, and no more."""
+        """Write the self-attention K/V of x (B, L, D), video tokens alone, into the plan's blocks, and no more."""
         shift, scale = (self.modulation + e0)[:, :2].unbind(1)
         self.self_attn.store(_shift_scale(_norm(x, self.eps), shift, scale, x.shape[1]), layer)
 

@@ -126,9 +126,9 @@ class CudaRecorder:
 class RecordedExecution:
     """Forwards recorded once for each number of tokens and replayed from then on.
 
-    The recorded work reads tensors that stay, into which each run copies its inputs. Rotation, slots, block table and
-    lengths are such inputs too, so one recording serves every fill of the window and every session. All recordings
-    read the same copies of the cross-attention K/V, all branches' in one, which a phase fills at its start.
+    The recorded work reads tensors that stay, into which each run copies its inputs. Rotation, blocks and lengths are
+    such inputs too, so one recording serves every fill of the window and every session. All recordings read the same
+    copies of the cross-attention K/V, all branches' in one, which a phase fills at its start.
     """
 
     def __init__(self, direct: DirectExecution, recorder: Recorder) -> None:
@@ -148,8 +148,7 @@ class RecordedExecution:
     def _prefill(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> Tensor:
         """Prefill; returns K of the last layer, on which all its work shows."""
         self._direct.prefill(tokens, time, context)
-        slots = torch.cat([plan.slots for plan in context.plans])
-        return self._direct.kv.layers[-1].k.flatten(0, 1)[slots]
+        return self._direct.kv.layers[-1].k[context.plan.stored]
 
     def _forward(self, tokens: Tensor, time: TimeEmbedding, context: ForwardContext) -> Tensor:
         return self._direct.forward(context)(tokens, time)
@@ -161,7 +160,7 @@ class RecordedExecution:
         length = context.rotation.cos.shape[0]
         key = (length, time_rows == 1)
         if key not in self._recordings:
-            staying = ForwardContext(_copy(context.rotation), _copy(context.plans), self._cross)
+            staying = ForwardContext(_copy(context.rotation), _copy(context.plan), self._cross)
             dim, like = self._direct.dit.config.dim, self._direct.dit.patch_embedding.weight
             tokens = torch.randn(1, length, dim, device=like.device, dtype=like.dtype)
             time = TimeEmbedding(*(tokens.new_zeros(time_rows, *shape) for shape in ((dim,), (6, dim))))
@@ -194,9 +193,9 @@ class _Recording:
         logger.info("recorded a forward of %d tokens", tokens.shape[1])
 
     def take(self, context: ForwardContext) -> None:
-        """Copy rotation and plans of a phase in."""
+        """Copy rotation and plan of a phase in."""
         _copy_into(self._context.rotation, context.rotation)
-        _copy_into(self._context.plans, context.plans)
+        _copy_into(self._context.plan, context.plan)
 
     def run(self, tokens: Tensor, time: TimeEmbedding) -> Tensor:
         """The result, which the next run overwrites."""

@@ -197,7 +197,7 @@ def _execution(settings: EngineSettings, device: torch.device, dtype: torch.dtyp
         return "eager"
     if importlib.util.find_spec("triton") is None:
         return "eager"  # what compiles for CUDA needs it
-    recordable = available_backends(device, dtype, config.dit.frame_seqlen, device_side=True)
+    recordable = available_backends(device, dtype, device_side=True)
     # In float32 those that there are, are much slower than what reads lengths on the host.
     is_recordable = dtype != torch.float32 and settings.attention_backend in ("auto", *recordable)
     return "graph" if recordable and is_recordable else "compile"
@@ -259,7 +259,7 @@ def build_cache(
     budget = plan_budget(geometry, policy, available)
     logger.info(
         "KV cache: %d blocks of %.1f MiB, %.1f MiB with cross-attention, room for %d sessions, attention by %s",
-        budget.blocks - 1,
+        budget.blocks,
         geometry.block_bytes / 2**20,
         (budget.blocks * geometry.block_bytes + budget.cross_bytes) / 2**20,
         budget.sessions,
@@ -286,16 +286,15 @@ def _backends(
     settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig, recorded: bool
 ) -> list[str]:
     """The attention backends to try, in order: the one asked for, or all there are, the best first."""
-    here = (device, dtype, config.dit.frame_seqlen)
     try:
-        chosen = choose_backend(*here, settings.attention_backend, device_side=recorded)
+        chosen = choose_backend(device, dtype, settings.attention_backend, device_side=recorded)
     except ValueError as error:
         raise _SettingError(str(error)) from error
     if settings.attention_backend != "auto":
         return [chosen]
     # Without a graph, where that was not asked for, there is always one more.
     last = ["sdpa"] if recorded and settings.execution == "auto" else []
-    return available_backends(*here, device_side=recorded) + last
+    return available_backends(device, dtype, device_side=recorded) + last
 
 
 def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -269,11 +269,11 @@ class Rollout:
         start = max(0, session.start_frame - frames)
         tokens = self._model.dit.embed_tokens(latents.to(self.dtype), self._conditioning(session, start, frames))
         rotation = self._rope.rotation(start, frames, False, self.device)
-        with self._leases(session, frames, commit=True) as plans:
-            self._execution.prefill(tokens, self._clean_time, self._context(session, rotation, plans))
+        with self._cache.lease(session.kv, frames, commit=True) as plan:
+            self._execution.prefill(tokens, self._clean_time, self._context(session, rotation, plan))
         if session.start_frame == 0:
             session.start_frame = frames
-        return len(plans)
+        return 2
 
     def _denoise(self, session: Session, state: Tensor, noise: Noise) -> tuple[Tensor, Tensor, int]:
         """Video latents (1, C, nf, H, W), action latents (1, 24, 32), and the number of steps that ran the DiT."""
@@ -285,8 +285,8 @@ class Rollout:
         video_path, action_path = self._video_solver.start(video), self._action_solver.start(action)
         steps = self._settings.step_cache.start()
         steps_run = 0
-        with self._leases(session, block, self.config.dit.register_tokens) as plans:
-            forward = self._execution.forward(self._context(session, rotation, plans))
+        with self._cache.lease(session.kv, block) as plan:
+            forward = self._execution.forward(self._context(session, rotation, plan))
             for step, (time_embedding, action_time) in enumerate(zip(self._times, self._action_times, strict=True)):
                 if steps.runs(step):
                     register = Register(action.to(self.dtype), action_time, state)
@@ -300,20 +300,9 @@ class Rollout:
                 action = action_path.step(action_velocity)
         return video, action, steps_run
 
-    @contextmanager
-    def _leases(
-        self, session: Session, frames: int, registers: int = 0, commit: bool = False
-    ) -> Iterator[list[AttentionPlan]]:
-        """A lease for each guidance branch."""
-        with ExitStack() as stack:
-            yield [
-                stack.enter_context(self._cache.lease(session.kv, branch, frames, registers, commit))
-                for branch in (POSITIVE, NEGATIVE)
-            ]
-
-    def _context(self, session: Session, rotation: Rotation, plans: list[AttentionPlan]) -> ForwardContext:
+    def _context(self, session: Session, rotation: Rotation, plan: AttentionPlan) -> ForwardContext:
         texts = tuple(session.kv.text(branch) for branch in (POSITIVE, NEGATIVE))
-        return ForwardContext(rotation, tuple(plans), CrossContext(texts, session.kv.image))
+        return ForwardContext(rotation, plan, CrossContext(texts, session.kv.image))
 
     def _conditioning(self, session: Session, start: int, frames: int) -> Tensor:
         """ys at latent frames start ..., its last ones where that runs past the end."""

@@ -1,16 +1,15 @@
-"""Write the current K/V into their slots and attend over the resident window: one operator, several backends.
+"""Attention of the current tokens over the resident window and themselves: one operator, several backends.
 
-The operator is registered with `torch.library`, so `torch.compile(fullgraph=True)` keeps it as one node. Everything
+The current K/V are attended where they are; they are written into the pool only where they become resident. Both
+operators are registered with `torch.library`, so `torch.compile(fullgraph=True)` keeps each as one node. Everything
 that changes from call to call (window fill, block ids) is in tensors of fixed shape, so nothing recompiles.
 """
 
 import functools
 import importlib
 import importlib.util
-import inspect
 import logging
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,50 +17,54 @@ from torch.nn.functional import scaled_dot_product_attention
 
 logger = logging.getLogger(__name__)
 
-DEVICE_SIDE = ("flash-attn-3", "varlen", "triton")
+DEVICE_SIDE = ("flash-attn-3", "triton")
 """Backends that read lengths and block table on the device: a captured CUDA graph of them serves every window."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Where the current tokens of a forward go and what they see; the same for every layer.
+    """What the current tokens of a forward see beside themselves, and where they go; the same for every layer.
 
-    slots: (L,) int64 on the device: slot of each current token, video frames first, then registers.
-    table: (max_blocks,) int32 on the device: the visible blocks, padded with the null block. Visible tokens fill the
-        blocks from the front; only the last block may be partly filled.
-    visible: (1,) int32 on the device: number of visible tokens.
-    extent: (3,) int64 on the CPU: visible tokens, visible blocks, first slot of the one run they form (-1: no run).
+    B guidance branches of one session, each with a window of its own; the windows have equally many frames.
+
+    table: (B, max_blocks) int32 on the device: the blocks of each window, oldest first, padded with any block.
+    visible: (B,) int32 on the device: number of tokens in each window.
+    stored: (B, F) int64 on the device: blocks that take the K/V of the F current frames; none (F is 0) where they
+        leave nothing behind.
+    extent: (B, 2) int64 on the CPU: number of blocks in each window, and the first of them where they are one run of
+        neighbours, which attention on a CPU reads in place; -1 where they are in pieces.
     """
 
-    slots: Tensor
     table: Tensor
     visible: Tensor
+    stored: Tensor
     extent: Tensor
 
     @property
-    def is_view(self) -> bool:
-        """Whether the visible blocks are one run, which attention reads in place."""
-        return int(self.extent[2]) >= 0
+    def views(self) -> int:
+        """How many windows are one run."""
+        return int((self.extent[:, 1] >= 0).sum())
+
+    def split(self) -> "tuple[AttentionPlan, ...]":
+        """A plan for each branch alone."""
+        parts = zip(*(t.split(1) for t in (self.table, self.visible, self.stored, self.extent)), strict=True)
+        return tuple(AttentionPlan(*part) for part in parts)
 
 
-def available_backends(
-    device: torch.device, dtype: torch.dtype, frame_tokens: int, device_side: bool = False
-) -> list[str]:
-    """Backends that can attend over blocks of `frame_tokens` tokens of `dtype` on `device`, the preferred one first.
+def available_backends(device: torch.device, dtype: torch.dtype, device_side: bool = False) -> list[str]:
+    """Backends that can attend in `dtype` on `device`, the preferred one first.
 
-    The flash backends know half precision alone, from compute capability 8.0 on. `varlen` runs the FlashAttention 2
-    that torch carries, whose pages must be a multiple of 256 tokens. `triton`, from 8.0 on too, takes any page.
+    `flash-attn-3` knows half precision on Hopper alone; `triton` runs from compute capability 8.0 on.
     device_side: only those in `DEVICE_SIDE`; there may be none.
     """
     backends = []
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if dtype in (torch.bfloat16, torch.float16):
-        if capability == (9, 0) and _offers("flash_attn_interface", "flash_attn_with_kvcache"):
-            backends.append("flash-attn-3")
-        if capability >= (8, 0) and _offers("flash_attn", "flash_attn_func"):
-            backends.append("flash-attn-2")
-        if capability >= (8, 0) and frame_tokens % 256 == 0 and _varlen_knows_block_tables():
-            backends.append("varlen")
+    if (
+        capability == (9, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and _offers("flash_attn_interface", "flash_attn_with_kvcache")
+    ):
+        backends.append("flash-attn-3")
     backends.append("sdpa")
     if capability >= (8, 0) and dtype in (torch.bfloat16, torch.float16, torch.float32) and _offers("triton", "jit"):
         backends.append("triton")
@@ -69,9 +72,8 @@ def available_backends(
 
 
 def _offers(package: str, function: str) -> bool:
-    """Whether `function` can be imported from `package`. The name alone tells nothing: there are packages of the same.
-
-    `flash_attn_interface` of the index is empty, and what other FlashAttentions install has `flash_attn` as its folder.
+    """Whether `function` can be imported from `package`. The name alone tells nothing: the index has an empty package
+    `flash_attn_interface`.
     """
     if importlib.util.find_spec(package) is None:
         return False
@@ -89,15 +91,13 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def choose_backend(
-    device: torch.device, dtype: torch.dtype, frame_tokens: int, wanted: str = "auto", device_side: bool = False
-) -> str:
+def choose_backend(device: torch.device, dtype: torch.dtype, wanted: str = "auto", device_side: bool = False) -> str:
     """The backend to use, see `available_backends`: the preferred one, or `wanted` by name.
 
     Raises ValueError, naming those there are, where `wanted` cannot run, and where there is none at all.
     """
-    backends = available_backends(device, dtype, frame_tokens, device_side)
-    here = f"{device}, {dtype}, blocks of {frame_tokens} tokens" + (", lengths on the device" if device_side else "")
+    backends = available_backends(device, dtype, device_side)
+    here = f"{device}, {dtype}" + (", lengths on the device" if device_side else "")
     if not backends:
         raise ValueError(
             f"no attention backend can run here ({here}): it takes CUDA, compute capability 8.0 or more, and the "
@@ -110,128 +110,123 @@ def choose_backend(
     return wanted
 
 
-def _varlen_knows_block_tables() -> bool:
-    """From torch 2.12 on."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "block_table" in inspect.signature(varlen_attn).parameters
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, backend: str
 ) -> Tensor:
-    """Store the current K/V and attend over everything the plan makes visible.
+    """Attend over each branch's window and over its current tokens, without a causal mask.
 
-    q, k, v: (1, L, heads, head_dim), RoPE applied. k_cache, v_cache: (blocks, S, heads, head_dim), one layer's pool,
-    written in place. Returns (1, L, heads, head_dim).
+    q, k, v: (B, L, heads, head_dim), RoPE applied. k_cache, v_cache: (blocks, S, heads, head_dim), one layer's pool.
+    Returns (B, L, heads, head_dim), contiguous.
     """
-    attention: Tensor = torch.ops.kv_cache.write_and_attend(
-        q, k, v, k_cache, v_cache, plan.slots, plan.table, plan.visible, plan.extent, backend
+    attention: Tensor = torch.ops.kv_cache.attend(
+        q, k, v, k_cache, v_cache, plan.table, plan.visible, plan.extent, backend
     )
     return attention
 
 
-def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Store the current K/V, each (1, L, heads, head_dim), in their slots (L,) of one layer's pool."""
-    k_cache.flatten(0, 1).index_copy_(0, slots, k[0])
-    v_cache.flatten(0, 1).index_copy_(0, slots, v[0])
+def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> None:
+    """Write the current K/V, each (B, F * S, heads, head_dim), into the plan's blocks of one layer's pool."""
+    torch.ops.kv_cache.store(k, v, k_cache, v_cache, plan.stored)
 
 
-def _write_and_attend(
+def _store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, stored: Tensor) -> None:
+    frames = (-1, *k_cache.shape[1:])
+    k_cache.index_copy_(0, stored.flatten(), k.reshape(frames))
+    v_cache.index_copy_(0, stored.flatten(), v.reshape(frames))
+
+
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slots: Tensor,
     table: Tensor,
     visible: Tensor,
     extent: Tensor,
     backend: str,
 ) -> Tensor:
-    store(k, v, k_cache, v_cache, slots)
     if backend == "flash-attn-3":
-        return _flash_attn_3(q, k_cache, v_cache, table, visible)
-    if backend == "varlen":
-        return _varlen(q, k_cache, v_cache, table, visible)
+        return _flash_attn_3(q, k, v, k_cache, v_cache, table, visible)
     if backend == "triton":
-        return _triton(q, k_cache, v_cache, table, visible)
-    tokens, blocks, first = extent.tolist()  # on the CPU: no device synchronisation
-    if first >= 0:
-        keys, values = (cache.flatten(0, 1)[first : first + tokens] for cache in (k_cache, v_cache))
-    else:
-        chosen = table[:blocks]
-        keys, values = (cache[chosen].flatten(0, 1)[:tokens] for cache in (k_cache, v_cache))
-    if backend == "flash-attn-2":
-        return _flash_attn_2(q, keys, values)
-    return _sdpa(q, keys, values)
+        return _triton(q, k, v, k_cache, v_cache, table, visible)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for branch, (blocks, first) in enumerate(extent.tolist()):  # on the CPU: no device synchronisation
+        window = slice(first, first + blocks) if first >= 0 else table[branch, :blocks]
+        keys, values = (cache[window].flatten(0, 1) for cache in (k_cache, v_cache))
+        _sdpa(q[branch], keys, values, k[branch], v[branch], out[branch])
+    return out
 
 
-def _shape_of_result(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    table: Tensor,
-    visible: Tensor,
-    extent: Tensor,
-    backend: str,
-) -> Tensor:
-    return torch.empty_like(q)
+def _shape_of_result(q: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 # Defined by hand: `torch.library.custom_op` would do the same, at three times the cost of a call.
 _library = torch.library.Library("kv_cache", "DEF")
 _library.define(
-    "write_and_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
-    "Tensor table, Tensor visible, Tensor extent, str backend) -> Tensor"
+    "attend(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor table, Tensor visible, "
+    "Tensor extent, str backend) -> Tensor"
 )
+_library.define("store(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor stored) -> ()")
 for _dispatch_key in ("CPU", "CUDA"):
-    _library.impl("write_and_attend", _write_and_attend, _dispatch_key)
-torch.library.register_fake("kv_cache::write_and_attend", _shape_of_result, lib=_library)
+    _library.impl("attend", _attend, _dispatch_key)
+    _library.impl("store", _store, _dispatch_key)
+torch.library.register_fake("kv_cache::attend", _shape_of_result, lib=_library)
+torch.library.register_fake("kv_cache::store", _nothing, lib=_library)
 
 
-def _sdpa(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    heads_first = (q.transpose(1, 2), keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
-    return scaled_dot_product_attention(*heads_first).transpose(1, 2).contiguous()
+def _sdpa(q: Tensor, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """Attention of one branch, into `out`; all (tokens, heads, head_dim), the window's K/V apart from the current."""
+    if q.device.type == "cpu":
+        _in_two_parts(q, keys, values, k, v, out)
+        return
+    query, key, value = (t.transpose(0, 1)[None] for t in (q, torch.cat([keys, k]), torch.cat([values, v])))
+    out.copy_(scaled_dot_product_attention(query, key, value)[0].transpose(0, 1))
 
 
-def _flash_attn_2(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    from flash_attn import flash_attn_func
+def _in_two_parts(q: Tensor, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """As `_sdpa` on a CPU: over the window where it lies, then over the current tokens, without a copy of either."""
+    seen, seen_weight = _attention_and_weight(q, k, v)
+    if len(keys):
+        window, window_weight = _attention_and_weight(q, keys, values)
+        # A part's share of the whole is as the sum of its exponentials.
+        share = (seen_weight - window_weight).sigmoid_()[..., None].to(q.dtype)
+        torch.lerp(window, seen, share, out=out)
+    else:
+        out.copy_(seen)
 
-    return flash_attn_func(q, keys[None], values[None])
+
+def _attention_and_weight(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What `scaled_dot_product_attention` runs on a CPU; beside the result the log of the sum of the exponentials.
+
+    (tokens, heads, head_dim), and (tokens, heads) float32.
+    """
+    heads_first = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first)
+    return out[0].transpose(0, 1), log_sum[0].transpose(0, 1)
 
 
-def _flash_attn_3(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor) -> Tensor:
-    from flash_attn_interface import flash_attn_with_kvcache
+def _flash_attn_3(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor
+) -> Tensor:
+    from flash_attn_interface import flash_attn_func, flash_attn_with_kvcache
 
-    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=visible, page_table=table[None])
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _varlen(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    tokens = q.shape[1]
-    out = varlen_attn(
-        q[0],
-        k_cache,
-        v_cache,
-        cu_seq_q=torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=q.device),
-        cu_seq_k=None,
-        max_q=tokens,
-        max_k=table.numel() * k_cache.shape[1],
-        seqused_k=visible,
-        block_table=table[None],
+    window, window_weight, *_ = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=visible, page_table=table, return_softmax_lse=True
     )
-    return cast(Tensor, out)[None]
+    seen, seen_weight = flash_attn_func(q, k, v, return_attn_probs=True)
+    share = (seen_weight - window_weight).sigmoid().where(visible[:, None, None] > 0, 1).transpose(1, 2)[..., None]
+    return torch.lerp(window.float(), seen.float(), share).to(q.dtype)
 
 
-def _triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor) -> Tensor:
+def _triton(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor
+) -> Tensor:
     from kv_cache.triton_attention import paged_attention
 
-    return paged_attention(q, k_cache, v_cache, table, visible)
+    return paged_attention(q, k, v, k_cache, v_cache, table, visible)

@@ -6,29 +6,23 @@ can grow without meeting another. Once no such aisle is left, blocks come from t
 in pieces is attended through a gather instead: slower, never wrong.
 """
 
-NULL_BLOCK = 0
-"""Block 0 pads block tables. It is never handed out and never written."""
-
 
 class OutOfBlocks(RuntimeError):
     """Fewer blocks are free than were asked for; nothing was allocated."""
 
 
 class BlockPool:
-    """The free list over blocks 1 to num_blocks - 1 (block 0 is the null block).
-
-    Raises ValueError where num_blocks leaves nothing to hand out or aisle is not positive.
-    """
+    """The free list over blocks 0 to num_blocks - 1. Raises ValueError where num_blocks or aisle is not positive."""
 
     def __init__(self, num_blocks: int, aisle: int = 1) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"a pool needs the null block and at least one more, got {num_blocks} blocks")
+        if num_blocks < 1:
+            raise ValueError(f"a pool holds at least one block, got {num_blocks}")
         if aisle < 1:
             raise ValueError(f"an aisle holds at least one block, got {aisle}")
         self.num_blocks = num_blocks
         self._aisle = aisle
-        self._free = [False] + [True] * (num_blocks - 1)
-        self._free_count = num_blocks - 1
+        self._free = [True] * num_blocks
+        self._free_count = num_blocks
 
     @property
     def free_count(self) -> int:
@@ -37,12 +31,12 @@ class BlockPool:
 
     @property
     def used_count(self) -> int:
-        """Blocks handed out, the null block not counted."""
-        return self.num_blocks - 1 - self._free_count
+        """Blocks handed out."""
+        return self.num_blocks - self._free_count
 
     def is_free(self, block: int) -> bool:
-        """Whether `block` could be handed out; False for the null block and for numbers outside the pool."""
-        return 0 < block < self.num_blocks and self._free[block]
+        """Whether `block` could be handed out; False for numbers outside the pool."""
+        return 0 <= block < self.num_blocks and self._free[block]
 
     def allocate(self, count: int, prefer: int | None = None) -> list[int]:
         """Take `count` blocks, as few runs of neighbours as can be.
@@ -52,7 +46,7 @@ class BlockPool:
         Raises OutOfBlocks, with nothing taken, where fewer than `count` are free.
         """
         if count > self._free_count:
-            raise OutOfBlocks(f"{count} blocks asked for, {self._free_count} of {self.num_blocks - 1} free")
+            raise OutOfBlocks(f"{count} blocks asked for, {self._free_count} of {self.num_blocks} free")
         start = self._free_aisle() if prefer is None else prefer
         blocks = [] if start is None else self._take_run(start, count)
         while len(blocks) < count:
@@ -63,11 +57,11 @@ class BlockPool:
     def free(self, blocks: list[int]) -> None:
         """Give blocks back.
 
-        Raises ValueError, with nothing freed, where one is not handed out (a double free, the null block, a number
-        outside the pool) or is named twice.
+        Raises ValueError, with nothing freed, where one is not handed out (a double free, a number outside the
+        pool) or is named twice.
         """
         for block in blocks:
-            if not 0 < block < self.num_blocks or self._free[block]:
+            if not 0 <= block < self.num_blocks or self._free[block]:
                 raise ValueError(f"block {block} is not handed out and cannot be freed")
         if len(set(blocks)) != len(blocks):
             raise ValueError(f"a block is named twice in {blocks}")
@@ -84,7 +78,7 @@ class BlockPool:
         return run
 
     def _free_aisle(self) -> int | None:
-        for start in range(1, self.num_blocks - self._aisle + 1, self._aisle):
+        for start in range(0, self.num_blocks - self._aisle + 1, self._aisle):
             if all(self._free[start : start + self._aisle]):
                 return start
         return None
@@ -98,7 +92,7 @@ class BlockPool:
     def _gaps(self) -> list[tuple[int, int]]:
         """Every maximal free run as (start, length)."""
         gaps: list[tuple[int, int]] = []
-        for block in range(1, self.num_blocks):
+        for block in range(self.num_blocks):
             if not self._free[block]:
                 continue
             if gaps and sum(gaps[-1]) == block:

@@ -64,7 +64,8 @@ class SessionKV:
 
 @dataclass(frozen=True)
 class KVReport:
-    """A reading of the instrument. Counters run from the start; `plain_view` and `gathered` count forward plans."""
+    """A reading of the instrument. Counters run from the start; `plain_view` and `gathered` count the windows
+    of forward plans."""
 
     blocks_total: int
     blocks_free: int
@@ -94,7 +95,7 @@ class KVCache:
         self._sessions: OrderedDict[Hashable, SessionKV] = OrderedDict()  # least recently used first
         self._active: SessionKV | None = None
         self._evictions = 0
-        self._plans = {True: 0, False: 0}  # by AttentionPlan.is_view
+        self._plain_view = self._gathered = 0
 
     def session(self, key: Hashable) -> SessionKV:
         """The session of that key, made where there is none."""
@@ -142,34 +143,36 @@ class KVCache:
         session._image = None
 
     @contextmanager
-    def lease(
-        self, session: SessionKV, branch: int, frames: int, registers: int = 0, commit: bool = False
-    ) -> Iterator[AttentionPlan]:
-        """Blocks for `frames` current frames and `registers` register tokens, for as many forwards as the body runs.
+    def lease(self, session: SessionKV, frames: int, commit: bool = False) -> Iterator[AttentionPlan]:
+        """The plan of forwards over `frames` current frames in every branch, for as many as the body runs.
 
-        commit: the frames become resident when the body ends well, and those they push out of the window leave.
-            Otherwise, and always where the body raises, the blocks are free again.
+        commit: the frames' K/V are stored, become resident when the body ends well, and push out of the window what
+            leaves it. Where the body raises, their blocks are free again.
         Raises OutOfBlocks where not even evicting every idle session makes room.
         """
-        held = session._branches[branch]
-        leaving = self.policy.leaving(len(held.blocks), frames)
-        scratch_count = self.geometry.scratch_blocks if registers else 0
-        taken = self._allocate(frames + scratch_count, held.blocks[-1] + 1 if held.blocks else None)
-        current, scratch = taken[:frames], taken[frames:]
-        visible = [block for index, block in enumerate(held.blocks) if index not in leaving]
+        branches = session._branches
+        leaving = self.policy.leaving(session.resident_frames, frames)
+        windows = [[block for at, block in enumerate(branch.blocks) if at not in leaving] for branch in branches]
+        stored: list[list[int]] = [[] for _ in branches]
+        if commit:
+            self._make_room(frames * len(branches))
+            for branch, blocks in zip(branches, stored, strict=True):
+                blocks += self._pool.allocate(frames, branch.blocks[-1] + 1 if branch.blocks else None)
         try:
-            plan = self.paged.plan(visible, current, scratch, registers, self.geometry.window_blocks(self.policy))
-            self._plans[plan.is_view] += 1
+            plan = self.paged.plan(windows, stored, self.policy.capacity)
+            self._plain_view += plan.views
+            self._gathered += len(branches) - plan.views
             yield plan
         except BaseException:
-            self._pool.free(taken)
+            for blocks in stored:
+                self._pool.free(blocks)
             raise
         if not commit:
-            self._pool.free(taken)
             return
-        self._pool.free(scratch + [held.blocks[index] for index in leaving])
-        held.kept -= sum(index < held.kept for index in leaving)
-        held.blocks = visible + current
+        for branch, window, blocks in zip(branches, windows, stored, strict=True):
+            self._pool.free([branch.blocks[at] for at in leaving])
+            branch.kept -= sum(at < branch.kept for at in leaving)
+            branch.blocks = window + blocks
 
     def publish_text(self, session: SessionKV, branch: int, prompt: bytes, compute: Callable[[], LayerKV]) -> None:
         """Give a branch the text half of `prompt` (its token ids), computed where no session has it yet.
@@ -199,13 +202,13 @@ class KVCache:
     def reset_counters(self) -> None:
         """Count evictions and plans from here on."""
         self._evictions = 0
-        self._plans = {True: 0, False: 0}
+        self._plain_view = self._gathered = 0
 
     def report(self) -> KVReport:
         """A reading of the instrument. Safe to call from another thread: it only reads."""
         sessions = list(self._sessions.items())
         return KVReport(
-            blocks_total=self._pool.num_blocks - 1,
+            blocks_total=self._pool.num_blocks,
             blocks_free=self._pool.free_count,
             blocks_used=self._pool.used_count,
             blocks_by_session={key: session.blocks for key, session in sessions},
@@ -214,15 +217,14 @@ class KVCache:
             cross_bytes=self._cross_bytes(),
             prompts=len(self._text),
             evictions=self._evictions,
-            plain_view=self._plans[True],
-            gathered=self._plans[False],
+            plain_view=self._plain_view,
+            gathered=self._gathered,
         )
 
-    def _allocate(self, count: int, prefer: int | None) -> list[int]:
+    def _make_room(self, count: int) -> None:
         while self._pool.free_count < count:
             if not self._evict_oldest(lambda session: session.blocks > 0):
                 raise OutOfBlocks(f"{count} blocks needed, {self._pool.free_count} free and no idle session to evict")
-        return self._pool.allocate(count, prefer)
 
     def _make_cross_room(self, size: int) -> None:
         # Where nothing is left to evict, the session in the call still gets what it needs.

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kv_cache.attention import AttentionPlan, attend, store
-from kv_cache.block_pool import NULL_BLOCK
 from kv_cache.window import WindowPolicy
 
 
@@ -32,11 +31,6 @@ class KVGeometry:
     branches: int = 2
 
     @property
-    def scratch_blocks(self) -> int:
-        """Blocks that hold the register tokens while a forward needs them."""
-        return -(-self.register_tokens // self.frame_tokens)
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of one token's K and V over all layers."""
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
@@ -57,8 +51,8 @@ class KVGeometry:
         return self.frame_tokens * self.token_bytes
 
     def window_blocks(self, policy: WindowPolicy) -> int:
-        """Most blocks one branch can hold: its window with the current frames, and the register scratch."""
-        return policy.most_held(self.frames_per_forward) + self.scratch_blocks
+        """Most blocks one branch can hold."""
+        return policy.most_held(self.frames_per_forward)
 
     def session_blocks(self, policy: WindowPolicy) -> int:
         """Most blocks one session can hold, all branches together."""
@@ -74,12 +68,15 @@ class PagedLayer:
     backend: str
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        """Store the current K/V and attend; q, k, v and the result are (1, L, heads, head_dim)."""
-        return attend(q, k, v, self.k, self.v, plan, self.backend)
+        """Attend, and store the current K/V where the plan says so; q, k, v and the result: (B, L, heads, head_dim)."""
+        result = attend(q, k, v, self.k, self.v, plan, self.backend)
+        if plan.stored.numel():
+            self.store(k, v, plan)
+        return result
 
     def store(self, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
-        """Store the current K/V alone, each (1, L, heads, head_dim)."""
-        store(k, v, self.k, self.v, plan.slots)
+        """Store the current K/V alone, each (B, F * S, heads, head_dim)."""
+        store(k, v, self.k, self.v, plan)
 
 
 class PagedKV:
@@ -89,7 +86,7 @@ class PagedKV:
         self.geometry = geometry
         self.backend = backend
         shape = (num_blocks, geometry.frame_tokens, geometry.heads, geometry.head_dim)
-        # Zeros, not empty: a gather reads the unused tail of a block, and the null block must hold numbers.
+        # Zeros, not empty: a kernel may read past a window's end and multiply what it finds by nought.
         self.layers = [
             PagedLayer(
                 k=torch.zeros(shape, dtype=geometry.dtype, device=device),
@@ -100,28 +97,30 @@ class PagedKV:
         ]
         self._device = device
 
-    def plan(
-        self, visible: list[int], current: list[int], scratch: list[int], registers: int, table_size: int
-    ) -> AttentionPlan:
-        """The plan of forwards that see `visible` resident frames, write `current` frames and `registers` tokens.
+    def plan(self, windows: list[list[int]], stored: list[list[int]], table_size: int) -> AttentionPlan:
+        """The plan of forwards, given by each branch's blocks.
 
-        Blocks are given by number; `scratch` holds the registers. table_size: length of the padded block table.
+        windows: what each branch sees, oldest first, equally many. stored: what takes its current frames, equally many
+        or none. table_size: length of the padded block tables.
         Keys stand in the order of time wherever the blocks lie: their order does not change what attention means (RoPE
         is applied before), but it changes how sums round, and a session must not see where its blocks are.
         """
-        size = self.geometry.frame_tokens
-        table = visible + current + scratch
-        is_run = all(b == a + 1 for a, b in pairwise(table))
-        tokens = (len(visible) + len(current)) * size + registers
-        starts = torch.tensor(current + scratch, dtype=torch.int64) * size
-        slots = (starts[:, None] + torch.arange(size))[: len(current) + len(scratch)].flatten()
+        runs = [_first_of_run(window) for window in windows]
+        padded = [window + [0] * (table_size - len(window)) for window in windows]
         return AttentionPlan(
-            slots=slots[: len(current) * size + registers].to(self._device),
-            table=_padded(table, table_size).to(self._device),
-            visible=torch.tensor([tokens], dtype=torch.int32, device=self._device),
-            extent=torch.tensor([tokens, len(table), table[0] * size if is_run else -1], dtype=torch.int64),
+            table=torch.tensor(padded, dtype=torch.int32, device=self._device),
+            visible=torch.tensor(
+                [len(window) * self.geometry.frame_tokens for window in windows], dtype=torch.int32, device=self._device
+            ),
+            stored=torch.tensor(stored, dtype=torch.int64, device=self._device),
+            extent=torch.tensor(
+                [[len(window), run] for window, run in zip(windows, runs, strict=True)], dtype=torch.int64
+            ),
         )
 
 
-def _padded(table: list[int], size: int) -> Tensor:
-    return torch.tensor(table + [NULL_BLOCK] * (size - len(table)), dtype=torch.int32)
+def _first_of_run(blocks: list[int]) -> int:
+    """The first of blocks that are neighbours in order, 0 where there are none, -1 where they are in pieces."""
+    if all(b == a + 1 for a, b in pairwise(blocks)):
+        return blocks[0] if blocks else 0
+    return -1

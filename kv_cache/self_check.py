@@ -16,24 +16,26 @@ class BackendError(RuntimeError):
 
 @torch.inference_mode()
 def check_backend(geometry: KVGeometry, policy: WindowPolicy, device: torch.device, backend: str) -> None:
-    """Attend with every number of tokens that a forward has, over a full window in pieces.
+    """Attend with every number of tokens that a forward has, over no window and over a full one in pieces.
 
-    Kernels that choose their tiles at their first run choose them here, over the longest window. Raises BackendError
-    where the result is not SDPA's, and whatever the backend itself raises.
+    Kernels that choose their tiles at their first run choose them here, over the longest window that a forward sees.
+    Raises BackendError where the result is not SDPA's, and whatever the backend itself raises.
     """
-    size, frames = geometry.frame_tokens, geometry.frames_per_forward
-    table_size = geometry.window_blocks(policy)
-    pool = PagedKV(replace(geometry, layers=1), 2 * table_size + 1, device, backend)
+    size, frames, branches = geometry.frame_tokens, geometry.frames_per_forward, geometry.branches
+    pool = PagedKV(replace(geometry, layers=1), 2 * branches * policy.capacity, device, backend)
     layer = pool.layers[0]
-    blocks = list(range(1, 2 * table_size + 1, 2))
-    for current, registers in ((1, 0), (frames, 0), (frames, geometry.register_tokens)):
-        seen, scratch = policy.capacity - current, geometry.scratch_blocks if registers else 0
-        end = policy.capacity + scratch
+    layer.k.normal_(), layer.v.normal_()
+    blocks = list(range(1, 2 * branches * policy.capacity, 2))
+    for seen, current, registers in (
+        (policy.capacity - 1, 1, 0),
+        (0, 1, 0),
+        (policy.capacity - frames, frames, 0),
+        (policy.capacity - frames, frames, geometry.register_tokens),
+    ):
         plan = pool.plan(
-            blocks[:seen], blocks[seen : policy.capacity], blocks[policy.capacity : end], registers, table_size
+            [blocks[branch::branches][:seen] for branch in range(branches)], [[]] * branches, policy.capacity
         )
-        layer.k.normal_(), layer.v.normal_()
-        shape = (3, 1, current * size + registers, geometry.heads, geometry.head_dim)
+        shape = (3, branches, current * size + registers, geometry.heads, geometry.head_dim)
         q, k, v = torch.randn(shape, device=device, dtype=geometry.dtype)
         got = layer.attend(q, k, v, plan).float()
         expected = replace(layer, backend="sdpa").attend(q, k, v, plan).float()

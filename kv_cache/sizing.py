@@ -19,8 +19,8 @@ class NotEnoughMemory(RuntimeError):
 class KVBudget:
     """What the K/V memory is divided into.
 
-    blocks: size of the pool, the null block included. cross_bytes: for cross-attention halves, the permanent ones
-    included. sessions: how many hold their full window at once, each with a prompt of its own.
+    blocks: size of the pool. cross_bytes: for cross-attention halves, the permanent ones included. sessions: how many
+    hold their full window at once, each with a prompt of its own.
     """
 
     blocks: int
@@ -43,20 +43,20 @@ def kv_bytes_available(device: torch.device, fraction: float, absolute: int | No
 
 
 def plan_budget(geometry: KVGeometry, policy: WindowPolicy, available: int) -> KVBudget:
-    """Divide `available` bytes into whole sessions, beside the null block and one permanent (negative) prompt.
+    """Divide `available` bytes: one permanent (negative) prompt, whole sessions, and blocks for all that is left.
 
     Raises NotEnoughMemory where not even one session fits.
     """
-    fixed, session = _fixed_bytes(geometry), _session_bytes(geometry, policy)
-    sessions = (available - fixed) // session
+    session = _session_bytes(geometry, policy)
+    sessions, left = divmod(available - geometry.text_bytes, session)
     if sessions < 1:
         raise NotEnoughMemory(
-            f"K/V memory of {_mib(available)} is too little: one session needs {_mib(fixed + session)}, of it "
-            f"{geometry.session_blocks(policy) + 1} blocks of {_mib(geometry.block_bytes)}"
+            f"K/V memory of {_mib(available)} is too little: one session needs {_mib(geometry.text_bytes + session)}, "
+            f"of it {geometry.session_blocks(policy)} blocks of {_mib(geometry.block_bytes)}"
         )
     text, image = geometry.text_bytes, geometry.image_bytes
     return KVBudget(
-        blocks=1 + sessions * geometry.session_blocks(policy),
+        blocks=sessions * geometry.session_blocks(policy) + left // geometry.block_bytes,
         cross_bytes=text + sessions * (text + image),
         sessions=sessions,
     )
@@ -64,11 +64,7 @@ def plan_budget(geometry: KVGeometry, policy: WindowPolicy, available: int) -> K
 
 def one_session_bytes(geometry: KVGeometry, policy: WindowPolicy) -> int:
     """The least that `plan_budget` can do with."""
-    return _fixed_bytes(geometry) + _session_bytes(geometry, policy)
-
-
-def _fixed_bytes(geometry: KVGeometry) -> int:
-    return geometry.block_bytes + geometry.text_bytes
+    return geometry.text_bytes + _session_bytes(geometry, policy)
 
 
 def _session_bytes(geometry: KVGeometry, policy: WindowPolicy) -> int:

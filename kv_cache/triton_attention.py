@@ -1,4 +1,4 @@
-"""Attention over scattered blocks as one Triton kernel: the block table and the length stay on the device.
+"""Attention over scattered blocks and the current tokens as one Triton kernel: table and length stay on the device.
 
 The kernel takes nothing that changes from call to call from the host, so that a captured CUDA graph serves every fill
 of the window. A page has any number of tokens, as a latent frame has. Only this module needs `triton`.
@@ -14,25 +14,30 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor) -> Tensor:
-    """Attention of all queries over the visible keys, without a causal mask.
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor
+) -> Tensor:
+    """Attention of each branch's queries over its window and over its current keys, without a causal mask.
 
-    q: (1, L, heads, head_dim). k_cache, v_cache: (blocks, S, heads, head_dim), contiguous. table: (max_blocks,) int32.
-    visible: (1,) int32, from 1 to max_blocks * S; it is not checked, as that would wait for the device. Token n lies
-    in slot n % S of block table[n // S].
-    Returns (1, L, heads, head_dim), contiguous. Raises ValueError where a cache is not contiguous.
+    q, k, v: (B, L, heads, head_dim); each may be a part of a larger tensor, as long as the heads of a token lie side by
+    side and branches follow each other. k_cache, v_cache: (blocks, S, heads, head_dim), contiguous. table: (B,
+    max_blocks) int32, contiguous. visible: (B,) int32, from 0 to max_blocks * S; it is not checked, as that would wait
+    for the device. Token n of a window lies in slot n % S of block table[n // S].
+    Returns (B, L, heads, head_dim), contiguous. Raises ValueError where a cache is not contiguous.
 
     The first call with a (head_dim, L, dtype) tries several tile sizes over the keys it is given, and so it must not
     fall into the capture of a CUDA graph.
     """
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("the caches must be contiguous")
-    q = q.contiguous()
-    out = torch.empty_like(q)
-    _, length, heads, head_dim = q.shape
+    branches, length, heads, head_dim = q.shape
+    q, k, v = (_with_tokens_in_line(t) for t in (q, k, v))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(q):
-        kernel[lambda tile: (triton.cdiv(length, tile["BLOCK_M"]), heads)](
+        kernel[lambda tile: (triton.cdiv(length, tile["BLOCK_M"]), heads, branches)](
             q,
+            k,
+            v,
             k_cache,
             v_cache,
             out,
@@ -40,6 +45,10 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, 
             visible,
             LOG2_E / head_dim**0.5,
             length,
+            table.shape[-1],
+            q.stride(1),
+            k.stride(1),
+            v.stride(1),
             heads * head_dim,
             PAGE=k_cache.shape[1],
             HEAD_DIM=head_dim,
@@ -48,6 +57,13 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, 
             enable_fp_fusion=True,  # the exponent of a weight is one multiply-add
         )
     return out
+
+
+def _with_tokens_in_line(t: Tensor) -> Tensor:
+    """The tensor (B, L, heads, head_dim) itself where all tokens are equally far from each other, else a copy."""
+    _, length, _, head_dim = t.shape
+    token = t.stride(1)
+    return t if t.stride() == (length * token, token, head_dim, 1) else t.contiguous()
 
 
 def _tile(block_m: int, block_n: int, warps: int, stages: int) -> Any:
@@ -78,9 +94,10 @@ def _tiles_for(tiles: list[Any], arguments: dict[str, Any], **_: Any) -> list[An
 def _slots(
     table: tl.tensor, start: tl.tensor, visible: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tl.tensor:
-    """The slots (BLOCK_N,) of a tile of tokens from `start` on; slot 0 for those past the end."""
+    """The slots (BLOCK_N,) of a tile of tokens from `start` on; of no meaning for those past the window."""
     token = start + tl.arange(0, BLOCK_N)
-    return tl.load(table + token // PAGE, mask=token < visible, other=0) * PAGE + token % PAGE
+    slot = tl.load(table + token // PAGE, mask=token < visible, other=0) * PAGE + token % PAGE
+    return slot.to(tl.int64)  # a pool may hold more than 2**31 numbers
 
 
 @triton.jit
@@ -88,10 +105,8 @@ def _see(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    slot: tl.tensor,
     seen: tl.tensor,
     factor: tl.tensor,
-    stride: tl.tensor,
     best: tl.tensor,
     total: tl.tensor,
     acc: tl.tensor,
@@ -102,29 +117,31 @@ def _see(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One tile of keys into the running softmax; in all but the last tile every key is seen.
 
-    slot: (BLOCK_N,) where the keys lie. seen: (BLOCK_N,) which of them count.
+    keys, values: (BLOCK_N,) where each token's begin. seen: (BLOCK_N,) which of them count.
     best: (BLOCK_M,) highest score so far, in powers of two. total: (BLOCK_M,) sum of the weights, and acc: (BLOCK_M,
     BLOCK_D) of the weighted values, both relative to `best`. Returns the three anew.
     """
     width = tl.arange(0, BLOCK_D)[None, :]
     # A constant mask costs nothing: the compiler drops it.
     real = seen[:, None] & (width < HEAD_DIM if HEAD_DIM < BLOCK_D else tl.full((1, BLOCK_D), True, tl.int1))
-    at = slot.to(tl.int64)[:, None] * stride + width  # a pool may hold more than 2**31 numbers
-    scores = tl.dot(q, tl.trans(tl.load(keys + at, mask=real, other=0.0)), input_precision="ieee")
+    key = tl.load(keys[:, None] + width, mask=real, other=0.0)
+    scores = tl.dot(q, tl.trans(key), input_precision="ieee")
     if LAST:
         scores = tl.where(seen[None, :], scores, float("-inf"))
     higher = tl.maximum(best, tl.max(scores, 1) * factor)
     weights = tl.exp2(scores * factor - higher[:, None])
     fade = tl.exp2(best - higher)
-    value = tl.load(values + at, mask=real, other=0.0)
+    value = tl.load(values[:, None] + width, mask=real, other=0.0)
     acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
     return higher, total * fade + tl.sum(weights, 1), acc
 
 
 @triton.autotune(TILES, key=["HEAD_DIM", "length"], prune_configs_by={"early_config_prune": _tiles_for})
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "table_size"], do_not_specialize_on_alignment=["table", "visible"])
 def kernel(
     q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     out: tl.tensor,
@@ -132,6 +149,10 @@ def kernel(
     visible: tl.tensor,
     factor: tl.tensor,
     length: tl.tensor,
+    table_size: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
     stride: tl.tensor,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -139,35 +160,49 @@ def kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """BLOCK_M queries of one head, see `paged_attention`.
+    """BLOCK_M queries of one head of one branch, see `paged_attention`.
 
-    factor: what scores are multiplied by, log2(e) included. stride: numbers from one token to the next.
+    factor: what scores are multiplied by, log2(e) included. *stride: numbers from one token to the next; `stride` is
+    that of the pool and of the result.
     """
+    branch = tl.program_id(2)
     head = tl.program_id(1) * HEAD_DIM
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     width = tl.arange(0, BLOCK_D)[None, :]
     real = (token < length) & (width < HEAD_DIM)
-    at = head + token * stride + width
-    queries = tl.load(q + at, mask=real, other=0.0)
+    first = branch.to(tl.int64) * length
+    queries = tl.load(q + head + (first + token) * q_stride + width, mask=real, other=0.0)
 
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    visible = tl.load(visible)
-    # The last tile holds one key at least: no row is ever without a finite score.
-    last = (visible - 1) // BLOCK_N * BLOCK_N
-    slot = _slots(table, 0, visible, PAGE, BLOCK_N)
+    # Keys are one line: those of the window, then the current ones. A tile may have some of both.
+    visible = tl.load(visible + branch)
+    table += branch * table_size
+    k_cache += head
+    v_cache += head
+    k += head + (first - visible) * k_stride
+    v += head + (first - visible) * v_stride
     every = tl.full((BLOCK_N,), True, tl.int1)
+    # The last tile holds one key at least: no row is ever without a finite score.
+    last = (visible + length - 1) // BLOCK_N * BLOCK_N
+    slot = _slots(table, 0, visible, PAGE, BLOCK_N)
     for start in range(0, last, BLOCK_N):
         following = _slots(table, start + BLOCK_N, visible, PAGE, BLOCK_N)
+        at = start + tl.arange(0, BLOCK_N)
         best, total, acc = _see(
-            queries, k_cache + head, v_cache + head, slot, every, factor, stride, best, total, acc,
-            HEAD_DIM, BLOCK_N, BLOCK_D, LAST=False,
+            queries,
+            tl.where(at < visible, k_cache + slot * stride, k + at * k_stride),
+            tl.where(at < visible, v_cache + slot * stride, v + at * v_stride),
+            every, factor, best, total, acc, HEAD_DIM, BLOCK_N, BLOCK_D, LAST=False,
         )  # fmt: skip
         slot = following
-    seen = last + tl.arange(0, BLOCK_N) < visible
+    at = last + tl.arange(0, BLOCK_N)
     best, total, acc = _see(
-        queries, k_cache + head, v_cache + head, slot, seen, factor, stride, best, total, acc,
-        HEAD_DIM, BLOCK_N, BLOCK_D, LAST=True,
+        queries,
+        tl.where(at < visible, k_cache + slot * stride, k + at * k_stride),
+        tl.where(at < visible, v_cache + slot * stride, v + at * v_stride),
+        at < visible + length, factor, best, total, acc, HEAD_DIM, BLOCK_N, BLOCK_D, LAST=True,
     )  # fmt: skip
-    tl.store(out + at, (acc * (1 / total)[:, None]).to(out.dtype.element_ty), mask=real)
+    result = out + head + (first + token) * stride + width
+    tl.store(result, (acc * (1 / total)[:, None]).to(out.dtype.element_ty), mask=real)

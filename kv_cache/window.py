@@ -38,12 +38,12 @@ class WindowPolicy:
         return self.overflow is Overflow.RESET and frames_seen >= self.capacity
 
     def most_held(self, incoming: int) -> int:
-        """Most frames that are resident and current at once, where `incoming` come at a time.
+        """Most frames that are resident at once, where `incoming` come at a time.
 
-        A window that slides still holds the frames that leave while their successors come. One that starts again is
-        never that full.
+        A window that starts again leaves room in sight for those that come; one that slides still holds the frames
+        that leave while their successors come.
         """
-        return self.capacity + (incoming if self.overflow is Overflow.SLIDE else 0)
+        return self.capacity + (incoming if self.overflow is Overflow.SLIDE else -incoming)
 
     def leaving(self, resident: int, incoming: int) -> range:
         """Indices, oldest first, of the resident frames that `incoming` current frames push out of sight.

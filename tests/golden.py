@@ -192,7 +192,7 @@ def build_engine(golden: Golden, mode: Mode = Mode()) -> Engine:
     checkpoint, device = golden.checkpoint(), torch.device(mode.device)
     config, recorded = checkpoint.config, mode.execution == "graph"
     model = load_model(config, checkpoint.weights, device, mode.dtype, mode.fp8)
-    backend = choose_backend(device, mode.dtype, config.dit.frame_seqlen, device_side=recorded)
+    backend = choose_backend(device, mode.dtype, device_side=recorded)
     cache = build_cache(config, CPU_DEFAULT_BYTES, device, mode.dtype, backend)
     settings = replace(golden.settings(), execution=mode.execution, batch_branches=mode.batch_branches)
     return Engine(
@@ -244,7 +244,7 @@ def check_rollout(golden: Golden, engine: Engine) -> Report:
 
 @torch.inference_mode()
 def check_dit(golden: Golden, engine: Engine) -> Report:
-    """Every forward of a `dit` file: the positive branch alone, past the window's end."""
+    """Every forward of a `dit` file, past the window's end: one branch in the file, the same in both here."""
     report = Report()
     dit, cache, config = engine.model.dit, engine.cache, engine.checkpoint.config
     kv, device = cache.session(0), engine.rollout.device
@@ -253,7 +253,7 @@ def check_dit(golden: Golden, engine: Engine) -> Report:
         return golden.tensor(name)[None].to(device)
 
     context, clip = given("context"), given("clip_feature")
-    cross = CrossContext((dit.text_kv(context),), dit.image_kv(clip))
+    cross = CrossContext((dit.text_kv(context),) * 2, dit.image_kv(clip))
     rope = Rope(config.dit.head_dim, config.latent_height // 2, config.latent_width // 2, 2, 24, 1)
     for index, call in enumerate(golden.calls):
         prefix = f"{index:02}."
@@ -265,9 +265,8 @@ def check_dit(golden: Golden, engine: Engine) -> Report:
             register = Register(action, dit.embed_action_time(times[1:])[0], state)
         frames, time = latents.shape[2], dit.embed_time(times)
         rotation = rope.rotation(call["start_frame"], frames, register is not None, device)
-        registers = config.dit.register_tokens if register else 0
-        with cache.call(kv), cache.lease(kv, 0, frames, registers, commit=call["commit"]) as plan:
-            forward = ForwardContext(rotation, (plan,), cross)
+        with cache.call(kv), cache.lease(kv, frames, commit=call["commit"]) as plan:
+            forward = ForwardContext(rotation, plan, cross)
             hidden = dit(dit.embed_tokens(latents, y, register), time, forward, cache.paged)
         report.compare("video_pred", dit.video_velocity(hidden, time, latents)[0], golden.tensor(prefix + "video_pred"))
         if register:

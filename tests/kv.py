@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 
 
 def bytes_for(sessions: int, geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> int:
-    """What so many full sessions need at least: the null block, the permanent prompt, and each session's own."""
+    """What so many full sessions need at least: the permanent prompt, and each session's own."""
     session = geometry.session_blocks(policy) * geometry.block_bytes + geometry.text_bytes + geometry.image_bytes
-    return geometry.block_bytes + geometry.text_bytes + sessions * session
+    return geometry.text_bytes + sessions * session
 
 
 def make_cache(sessions: int, geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> KVCache:
@@ -43,9 +43,8 @@ def run_call(cache: KVCache, session: SessionKV, prompt: bytes = b"prompt") -> b
             cache.restart(session)
             cache.publish_image(session, lambda: layer_kv(cache.geometry.image_tokens))
         cache.publish_text(session, 0, prompt, lambda: layer_kv(cache.geometry.text_tokens))
-        for branch in range(cache.geometry.branches):
-            with cache.lease(session, branch, 1 if restart else 2, commit=True):
-                pass
-        with cache.lease(session, 0, 2, 3), cache.lease(session, 1, 2, 3):
+        with cache.lease(session, 1 if restart else 2, commit=True):
+            pass
+        with cache.lease(session, 2):
             pass
     return restart

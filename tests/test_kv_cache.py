@@ -27,26 +27,30 @@ def check_accounts(cache: KVCache) -> None:
     assert report.blocks_used + report.blocks_free == report.blocks_total
 
 
-def test_sizing_counts_window_current_frames_scratch_and_the_null_block() -> None:
-    """A window that starts again has its current frames inside; one that slides, beside the frames that leave."""
+def test_sizing_counts_what_a_window_holds_between_calls() -> None:
+    """The current frames of a forward that leaves nothing behind take no blocks: seven of nine frames are resident."""
     one = bytes_for(1)
     assert one == one_session_bytes(GEOMETRY, POLICY)
     budget = plan_budget(GEOMETRY, POLICY, one)
-    assert budget.blocks == 1 + 2 * (9 + 1)
+    assert budget.blocks == 2 * 7
     assert budget.sessions == 1
     assert plan_budget(GEOMETRY, POLICY, bytes_for(2)).sessions == 2
     assert plan_budget(GEOMETRY, POLICY, bytes_for(2) - 1).sessions == 1
-    with pytest.raises(NotEnoughMemory, match=r"one session needs .* MiB, of it 21 blocks of"):
+    with pytest.raises(NotEnoughMemory, match=r"one session needs .* MiB, of it 14 blocks of"):
         plan_budget(GEOMETRY, POLICY, one - 1)
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 5])
+def test_blocks_take_what_whole_sessions_leave(more: int) -> None:
+    available = bytes_for(2) + more * GEOMETRY.block_bytes
+    budget = plan_budget(GEOMETRY, POLICY, available)
+    assert (budget.sessions, budget.blocks) == (2, 2 * 14 + more)
+    assert plan_budget(GEOMETRY, POLICY, available + GEOMETRY.block_bytes - 1).blocks == budget.blocks
 
 
 def test_a_window_that_slides_needs_room_for_the_frames_that_come() -> None:
     sliding = WindowPolicy(9, Overflow.SLIDE)
-    assert plan_budget(GEOMETRY, sliding, one_session_bytes(GEOMETRY, sliding)).blocks == 1 + 2 * (9 + 2 + 1)
-
-
-def test_registers_that_do_not_fit_one_block_get_more() -> None:
-    assert replace(GEOMETRY, register_tokens=13).scratch_blocks == 3
+    assert plan_budget(GEOMETRY, sliding, one_session_bytes(GEOMETRY, sliding)).blocks == 2 * (9 + 2)
 
 
 def test_memory_comes_from_the_setting_or_the_default() -> None:
@@ -106,9 +110,9 @@ def test_ten_thousand_calls_of_two_hundred_churning_sessions_leave_every_block_a
             cache.forget(key)
         elif action < 0.15:
             with pytest.raises(ZeroDivisionError), cache.call(cache.session(key)):  # noqa: PT012
-                with cache.lease(cache.session(key), 0, 2, commit=True):
+                with cache.lease(cache.session(key), 2, commit=True):
                     pass
-                with cache.lease(cache.session(key), 1, 2, 3):
+                with cache.lease(cache.session(key), 2):
                     raise ZeroDivisionError
         else:
             run_call(cache, cache.session(key), b"prompt %d" % rng.randrange(5))
@@ -128,10 +132,10 @@ def test_a_call_that_raises_leaves_the_pool_as_before() -> None:
     before = cache.report()
     for at in ("first lease", "second lease", "after commit"):
         with pytest.raises(RuntimeError, match=at), cache.call(session):  # noqa: PT012
-            with cache.lease(session, 0, 2, commit=True):
+            with cache.lease(session, 2, commit=True):
                 if at == "first lease":
                     raise RuntimeError(at)
-            with cache.lease(session, 0, 2, 3), cache.lease(session, 1, 2, 3):
+            with cache.lease(session, 2):
                 if at == "second lease":
                     raise RuntimeError(at)
             raise RuntimeError(at)
@@ -148,7 +152,7 @@ def test_a_lease_whose_plan_cannot_be_made_gives_its_blocks_back(monkeypatch: py
         raise torch.OutOfMemoryError("no memory for the plan's tensors")
 
     monkeypatch.setattr(cache.paged, "plan", out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError), cache.call(session), cache.lease(session, 0, 2, 3):
+    with pytest.raises(torch.OutOfMemoryError), cache.call(session), cache.lease(session, 2, commit=True):
         pass
     assert cache.report().blocks_used == 0
 
@@ -183,11 +187,11 @@ def test_a_sliding_window_that_raises_after_evicting_frames_keeps_only_its_own()
     cache = make_cache(1, policy=policy)
     session = cache.session("robot")
     for _ in range(5):
-        with cache.call(session), cache.lease(session, 0, 2, commit=True):
+        with cache.call(session), cache.lease(session, 2, commit=True):
             pass
         assert session.resident_frames <= 4
     with pytest.raises(RuntimeError), cache.call(session):  # noqa: PT012
-        with cache.lease(session, 0, 2, commit=True):
+        with cache.lease(session, 2, commit=True):
             pass
         raise RuntimeError
     assert session.resident_frames == 2, "the sink and one frame from before the call"
@@ -198,10 +202,12 @@ def test_a_sliding_lease_does_not_see_the_frames_that_the_current_ones_push_out(
     cache = make_cache(1, policy=WindowPolicy(4, Overflow.SLIDE))
     session = cache.session("robot")
     for _ in range(2):
-        with cache.call(session), cache.lease(session, 0, 2, commit=True):
+        with cache.call(session), cache.lease(session, 2, commit=True):
             pass
-    with cache.call(session), cache.lease(session, 0, 2, registers=3) as plan:
-        assert int(plan.visible) == 4 * GEOMETRY.frame_tokens + 3
+    with cache.call(session), cache.lease(session, 2) as plan:
+        assert plan.visible.tolist() == [2 * GEOMETRY.frame_tokens] * 2, (
+            "of four that the window holds, two are current"
+        )
     assert session.resident_frames == 4, "nothing leaves without a commit"
 
 
@@ -210,12 +216,12 @@ def test_a_session_larger_than_the_pool_is_an_error_that_loses_nothing() -> None
     cache_small = KVCache(GEOMETRY, WindowPolicy(40), replace(cache.budget, blocks=5), CPU)
     session = cache_small.session("robot")
     with (
-        pytest.raises(OutOfBlocks, match="6 blocks needed, 4 free"),
+        pytest.raises(OutOfBlocks, match="6 blocks needed, 5 free"),
         cache_small.call(session),
-        cache_small.lease(session, 0, 6),
+        cache_small.lease(session, 3, commit=True),
     ):
         pass
-    assert cache_small.report().blocks_free == 4
+    assert cache_small.report().blocks_free == 5
 
 
 def test_two_calls_at_once_are_refused() -> None:

@@ -89,7 +89,7 @@ def test_sessions_in_pieces_get_the_same_bits(engine, goldens, alone) -> None:
     # Others hold a block here and there: five sessions with a frame each leave no free aisle.
     for other in range(5):
         kv = shared.cache.session(other)
-        with shared.cache.call(kv), shared.cache.lease(kv, 0, 1, commit=True):
+        with shared.cache.call(kv), shared.cache.lease(kv, 1, commit=True):
             pass
     robot = Robot(shared, goldens["session"], "session")
     for index in range(4):

@@ -33,10 +33,10 @@ def cold() -> Policy:
 def trace(policy: Policy) -> tuple[object, ...]:
     """All that a policy says of itself and its pool, and the blocks that its next sessions would get."""
     session = policy._cache.session("probe")
-    with policy._cache.call(session), policy._cache.lease(session, 0, 2, 25) as plan:
-        table = plan.table.tolist()
+    with policy._cache.call(session), policy._cache.lease(session, 2, commit=True) as plan:
+        blocks = plan.stored.tolist()
     policy._cache.forget("probe")
-    return policy.stats(), policy.kv_report(), policy.info(), table
+    return policy.stats(), policy.kv_report(), policy.info(), blocks
 
 
 @pytest.mark.parametrize("measure", [False, True])
