@@ -8,7 +8,7 @@ or a row that did not run at all. Speed and memory have targets, told beside the
 
 Needs torch 2.11 or later with Triton, transformers, safetensors, huggingface_hub, PyYAML and, where they are missing,
 the wheels of diffusers, ftfy, wcwidth, importlib_metadata, zipp, requests and regex; no network and no checkpoint.
-`flash_attn` and `flash_attn_interface` are measured where they are installed.
+`flash_attn_interface` is measured where it is installed.
 """
 
 import argparse
