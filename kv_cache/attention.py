@@ -31,24 +31,24 @@ class AttentionPlan:
     visible: (B,) int32 on the device: number of tokens in each window.
     stored: (B, F) int64 on the device: blocks that take the K/V of the F current frames; none (F is 0) where they
         leave nothing behind.
-    extent: (B, 2) int64 on the CPU: number of blocks in each window, and the first of them where they are one run of
-        neighbours, which attention on a CPU reads in place; -1 where they are in pieces.
+    extent: for each branch (2,) int64 on the CPU: number of blocks in its window, and the first of them where they are
+        one run of neighbours, which attention on a CPU reads in place; -1 where they are in pieces.
     """
 
     table: Tensor
     visible: Tensor
     stored: Tensor
-    extent: Tensor
+    extent: tuple[Tensor, ...]
 
     @property
     def views(self) -> int:
         """How many windows are one run."""
-        return int((self.extent[:, 1] >= 0).sum())
+        return sum(int(first) >= 0 for _, first in self.extent)
 
     def split(self) -> "tuple[AttentionPlan, ...]":
         """A plan for each branch alone."""
-        parts = zip(*(t.split(1) for t in (self.table, self.visible, self.stored, self.extent)), strict=True)
-        return tuple(AttentionPlan(*part) for part in parts)
+        parts = zip(self.table.split(1), self.visible.split(1), self.stored.split(1), self.extent, strict=True)
+        return tuple(AttentionPlan(table, visible, stored, (extent,)) for table, visible, stored, extent in parts)
 
 
 def available_backends(device: torch.device, dtype: torch.dtype, device_side: bool = False) -> list[str]:
@@ -143,7 +143,7 @@ def _attend(
     v_cache: Tensor,
     table: Tensor,
     visible: Tensor,
-    extent: Tensor,
+    extent: list[Tensor],
     backend: str,
 ) -> Tensor:
     if backend == "flash-attn-3":
@@ -151,7 +151,7 @@ def _attend(
     if backend == "triton":
         return _triton(q, k, v, k_cache, v_cache, table, visible)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for branch, (blocks, first) in enumerate(extent.tolist()):  # on the CPU: no device synchronisation
+    for branch, (blocks, first) in enumerate(each.tolist() for each in extent):  # on the CPU: nothing is waited for
         window = slice(first, first + blocks) if first >= 0 else table[branch, :blocks]
         keys, values = (cache[window].flatten(0, 1) for cache in (k_cache, v_cache))
         _sdpa(q[branch], keys, values, k[branch], v[branch], out[branch])
@@ -170,7 +170,7 @@ def _nothing(*_: object) -> None:
 _library = torch.library.Library("kv_cache", "DEF")
 _library.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor table, Tensor visible, "
-    "Tensor extent, str backend) -> Tensor"
+    "Tensor[] extent, str backend) -> Tensor"
 )
 _library.define("store(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor stored) -> ()")
 for _dispatch_key in ("CPU", "CUDA"):

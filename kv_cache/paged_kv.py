@@ -105,7 +105,6 @@ class PagedKV:
         Keys stand in the order of time wherever the blocks lie: their order does not change what attention means (RoPE
         is applied before), but it changes how sums round, and a session must not see where its blocks are.
         """
-        runs = [_first_of_run(window) for window in windows]
         padded = [window + [0] * (table_size - len(window)) for window in windows]
         return AttentionPlan(
             table=torch.tensor(padded, dtype=torch.int32, device=self._device),
@@ -113,9 +112,7 @@ class PagedKV:
                 [len(window) * self.geometry.frame_tokens for window in windows], dtype=torch.int32, device=self._device
             ),
             stored=torch.tensor(stored, dtype=torch.int64, device=self._device),
-            extent=torch.tensor(
-                [[len(window), run] for window, run in zip(windows, runs, strict=True)], dtype=torch.int64
-            ),
+            extent=tuple(torch.tensor([len(window), _first_of_run(window)]) for window in windows),
         )
 
 
