@@ -1,10 +1,15 @@
 """Sizes of a model, read from a checkpoint's `config.json` (spec sections 1, 2 and 8). Missing keys are DROID's."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+# Far above any model: a config with more is broken, and building it would take hours or all memory.
+_LARGEST_SIZE = 1_000_000
+_MOST_LAYERS = 1_000
 
 _COMPONENTS = ("diffusion_model_cfg", "text_encoder_cfg", "image_encoder_cfg", "vae_cfg")
 
@@ -191,7 +196,10 @@ def _fill(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         # A rank of 0 says that there are no adapters; no other count can be 0.
         if spec.type is int and (type(value) is not int or value < (spec.name != "lora_rank")):
             raise ConfigError(f"{where}.{spec.name} must be a whole number of at least 1, found {value!r}")
-        if spec.type is float and (type(value) not in (int, float) or value < 0):
+        most = _MOST_LAYERS if spec.name.endswith("layers") else _LARGEST_SIZE
+        if spec.type is int and value > most:
+            raise ConfigError(f"{where}.{spec.name} must be at most {most:,}, found {value:.3g}")
+        if spec.type is float and not (type(value) in (int, float) and 0 <= value < math.inf):
             raise ConfigError(f"{where}.{spec.name} must be a number of at least 0, found {value!r}")
         known[spec.name] = value
     return kind(**known)
@@ -203,6 +211,11 @@ def _check(model: ModelConfig) -> None:
         raise ConfigError(f"diffusion_model_cfg.model_type must be 'i2v' or 'ti2v', found {dit.model_type!r}")
     if dit.dim % dit.num_heads or dit.head_dim % 2:
         raise ConfigError(f"diffusion_model_cfg.dim {dit.dim} does not divide into {dit.num_heads} heads of even width")
+    image = model.image
+    if image.vision_dim % image.vision_heads:
+        raise ConfigError(
+            f"image_encoder_cfg.vision_dim {image.vision_dim} does not divide into {image.vision_heads} heads"
+        )
     tokens = (model.latent_height // 2) * (model.latent_width // 2)
     if tokens != dit.frame_seqlen:
         raise ConfigError(

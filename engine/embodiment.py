@@ -5,9 +5,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.one_line import one_line
+
+EMBODIMENT_HINT = "--embodiment FILE describes the robot that a checkpoint is for"
+
 
 class EmbodimentError(ValueError):
     """An embodiment that is not valid or does not fit the checkpoint: one line that names file, entry, expectation."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text))
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ class Embodiment:
             known = ", ".join(vector.name for vector in self.action)
             raise EmbodimentError(
                 f"the checkpoint calls the actions {', '.join(sorted(unknown))} relative; embodiment {self.name} has "
-                f"{known}"
+                f"{known}: {EMBODIMENT_HINT}"
             )
         sizes = {vector.name: vector.size for vector in self.state}
         action = []

@@ -1,5 +1,6 @@
 """Embodiments as YAML files, the project's own ones included; what a file may say is in docs/embodiments.md."""
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def read_embodiment(name: str) -> Embodiment:
     Raises EmbodimentError, one line that names the file, the entry and what was expected there.
     """
     path = BUILT_IN.get(name, Path(name))
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise EmbodimentError(f"embodiment {name!r} is neither built in ({', '.join(BUILT_IN)}) nor a YAML file")
     whole = read_yaml(path, EmbodimentError)
     entries = whole.fields(

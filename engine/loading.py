@@ -19,6 +19,7 @@ from engine.embodiment_file import read_embodiment
 from engine.execution import EXECUTIONS, graph_copies_bytes
 from engine.fp8 import require_fp8
 from engine.model import load_model, weight_bytes
+from engine.one_line import one_line
 from engine.policy import Policy
 from engine.rollout import Rollout, RolloutSettings
 from engine.settings import EngineSettings
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 class PolicyLoadError(ValueError):
     """The policy cannot be loaded as asked: one line that says why."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text))
 
 
 class _SettingError(ValueError):

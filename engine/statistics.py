@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.embodiment import ActionVector, StateVector
+from engine.embodiment import EMBODIMENT_HINT, ActionVector, StateVector
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class StatisticsError(ValueError):
@@ -31,7 +33,9 @@ def read_range(
     Raises StatisticsError naming the entry that is missing or has the wrong length.
     """
     if embodiment not in metadata:
-        raise StatisticsError(f"metadata.json has no embodiment {embodiment!r}; it has {sorted(metadata)}")
+        raise StatisticsError(
+            f"metadata.json has no embodiment {embodiment!r}; it has {sorted(metadata)}: {EMBODIMENT_HINT}"
+        )
     values = []
     for quantile in ("q01", "q99"):
         row: list[float] = []
@@ -40,8 +44,12 @@ def read_range(
             numbers: Any = metadata
             for key in path:
                 numbers = numbers.get(key) if isinstance(numbers, Mapping) else None
-            if not isinstance(numbers, list) or len(numbers) != part.size:
+            if not isinstance(numbers, list) or len(numbers) != part.size or not all(map(_is_number, numbers)):
                 raise StatisticsError(f"metadata.json needs a list of {part.size} numbers at {'.'.join(path)}")
             row += numbers
         values.append(torch.tensor(row, dtype=torch.float32))
     return Range(*values)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= _LARGEST  # type: ignore[arg-type]  # NaN fails

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
+from engine.yaml_file import YamlError, load_yaml
 
 
 class Entry:
@@ -86,9 +86,7 @@ class Entry:
 def read_yaml(path: Path, failure: Callable[[str], Exception]) -> Entry:
     """The whole file. Raises what `failure` makes where it cannot be read as YAML."""
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise failure(f"{path}: cannot be read as YAML: maps and lists nest too deeply") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:  # a ValueError: a date that is none, bytes not in UTF-8
-        raise failure(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+        value = load_yaml(path)
+    except (OSError, YamlError) as error:
+        raise failure(str(error)) from error
     return Entry(value, str(path), "", failure)

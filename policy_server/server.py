@@ -131,8 +131,9 @@ class PolicyServer:
                 server_header=None,
                 logger=_websockets_logger(),
             )
-        except OSError as error:
-            raise SettingsError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # a ValueError: what can be no host's name
+            reason = error.strerror if isinstance(error, OSError) else "it is no host's name"
+            raise SettingsError(f"cannot listen on {settings.host!a:.300} port {settings.port}: {reason}") from error
         if not settings.is_loopback and settings.api_key is None:
             log_event(log, logging.WARNING, "open to the network without an API key", host=settings.host)
         log_event(log, logging.INFO, "listening", url=self.url)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from engine.builtin import BUILTIN_CONFIGS
 from engine.checkpoint.error import CheckpointError
-from engine.checkpoint.opening import read_files
+from engine.checkpoint.opening import open_checkpoint, read_files
 from engine.checkpoint.safetensors_file import read_header
 from engine.checkpoint.synthesize import release_shapes, write_weights
 from engine.config import ConfigError, parse_config
@@ -63,6 +63,21 @@ def config(change: Callable[[dict[str, Any]], object]) -> Break:
     return lambda directory: change_json(directory / "config.json", change)
 
 
+def fifo(name: str) -> Break:
+    def make(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        os.mkfifo(directory / name)
+
+    return make
+
+
+def q01(numbers: list[Any]) -> Break:
+    return lambda directory: change_json(
+        directory / "experiment_cfg" / "metadata.json",
+        lambda m: m["oxe_droid"]["statistics"]["state"]["joint_position"].update(q01=numbers),
+    )
+
+
 def nan(tensors: dict[str, torch.Tensor]) -> None:
     tensors[ENTRY][3, 5] = float("nan")
 
@@ -109,6 +124,24 @@ CASES: dict[str, tuple[Break, str]] = {
     ),
     "NaN": (weights(nan), IN_FILE + "holds NaN or infinite values"),
     "infinite": (weights(infinite), r"transformer\.0\.attn\.to_qkv\.bias' holds NaN or infinite values"),
+    "weights are a FIFO": (fifo("model.safetensors"), r"model\.safetensors cannot be read: it is no regular file"),
+    "config is a FIFO": (fifo("config.json"), r"config\.json cannot be read as JSON: it is no regular file"),
+    "statistics are a FIFO": (
+        fifo("experiment_cfg/metadata.json"),
+        r"metadata\.json cannot be read as JSON: it is no regular file",
+    ),
+    "training config is a FIFO": (
+        fifo("experiment_cfg/conf.yaml"),
+        r"conf\.yaml: cannot be read as YAML: it is no regular file",
+    ),
+    "index is a FIFO": (
+        fifo("model.safetensors.index.json"),
+        r"index\.json cannot be read as JSON: it is no regular file",
+    ),
+    "name too long for a file": (index({ENTRY: "x" * 300}), r"index\.json names the file x{300} for entry .* missing"),
+    "name that no file has": (index({ENTRY: "a\0\ud800\n"}), r"the file a\\x00\\ud800\\n for entry .* it is missing"),
+    "no name": (index({ENTRY: ""}), r"must name a file beside the index, found ''"),
+    "entry of many lines": (index({"a\nb" * 5000: "model.safetensors"}), r"has no entry 'a\\nba.*\.\.\.$"),
     "no config": (lambda d: (d / "config.json").unlink(), r"config\.json is missing; it must hold the sizes"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json cannot be read as JSON"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), r"config\.json must hold a JSON object"),
@@ -126,8 +159,20 @@ CASES: dict[str, tuple[Break, str]] = {
     ),
     "statistics of others": (
         lambda d: change_json(d / "experiment_cfg" / "metadata.json", lambda m: m.update(gr1=m.pop("oxe_droid"))),
-        r"metadata\.json has no embodiment 'oxe_droid'; it has \['gr1'\]",
+        r"metadata\.json has no embodiment 'oxe_droid'; it has \['gr1'\]: --embodiment FILE",
     ),
+    "actions of others": (
+        lambda d: (d / "experiment_cfg" / "conf.yaml").write_text("relative_action_keys: [wheels]"),
+        r"calls the actions wheels relative; embodiment oxe_droid has .*: --embodiment FILE",
+    ),
+    "statistics as text": (
+        q01(["low"] * 7),
+        r"needs a list of 7 numbers at oxe_droid\.statistics\.state\.joint_position",
+    ),
+    "statistics of null": (q01([None] * 7), "needs a list of 7 numbers at"),
+    "statistics as lists": (q01([[0.0]] * 7), "needs a list of 7 numbers at"),
+    "statistics NaN": (q01([float("nan")] * 7), "needs a list of 7 numbers at"),
+    "statistics too large": (q01([10**400] * 7), "needs a list of 7 numbers at"),
 }
 
 
@@ -170,6 +215,38 @@ def test_missing_entries_are_found_before_any_weight_is_read(tmp_path: Path) -> 
         next(read)
 
 
+def test_a_base_beside_a_checkpoint_without_adapters_is_not_ignored(tmp_path: Path) -> None:
+    directory = tiny_checkpoint(tmp_path / "tiny")
+    with pytest.raises(CheckpointError, match=r"tiny holds no LoRA adapters: --base-checkpoint is for fine-tunes"):
+        read_files(str(directory), base=str(directory))
+
+
+def test_a_revision_of_a_directory_is_not_ignored(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--revision 'v2' is of a hub id, but --checkpoint .* is a directory"):
+        read_files(str(tmp_path), revision="v2")
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, '{"model": 5}', "\udcff", None])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_cannot_be_read_is_one_clear_line(tmp_path: Path, file: str, text: str | None) -> None:
+    directory = tiny_checkpoint(tmp_path / "tiny")
+    (tmp_path / "tokenizer").mkdir()
+    if text is None:
+        os.mkfifo(tmp_path / "tokenizer" / file)
+    else:
+        (tmp_path / "tokenizer" / file).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"^--tokenizer .* holds no tokenizer that can be read: .") as error:
+        open_checkpoint(str(directory), tokenizer=str(tmp_path / "tokenizer"))
+    assert "\n" not in str(error.value)
+
+
+def test_others_may_read_what_is_written_as_far_as_the_umask_lets_them(tmp_path: Path) -> None:
+    write_weights(tmp_path, {"a": (2,)}, torch.float32, 10**6, synthetic_tensor)
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert (tmp_path / "model.safetensors").stat().st_mode == plain.stat().st_mode
+
+
 @pytest.mark.parametrize(
     "entry",
     [
@@ -206,6 +283,10 @@ def test_our_reading_of_a_header_is_the_library_s(tmp_path: Path) -> None:
     [
         ({"checkpoint": "no/such/place"}, r"'no/such/place' is neither a directory nor a hub id"),
         ({"checkpoint": "huge"}, r"neither built in \(droid-2l, mid, tiny, wan22-tiny\) nor a directory nor a hub id"),
+        ({"checkpoint": "x" * 300}, "neither built in"),
+        ({"checkpoint": "x/" + "y" * 300}, "neither a directory nor a hub id|could not be fetched"),
+        ({"checkpoint": "a/\0"}, r"'a/\\x00' is neither a directory nor a hub id"),
+        ({"embodiment": "x" * 300}, "is neither built in"),
         ({"checkpoint": "tiny", "base_checkpoint": "mid"}, r"'tiny' is built in: it takes no base"),
         ({"device": "toaster"}, "not a torch device"),
         ({"device": "meta"}, "'meta' is not supported; try auto, cpu or cuda"),
@@ -234,6 +315,11 @@ def test_settings_that_cannot_be_met_are_one_clear_line(settings: dict[str, obje
         ("diffusion_model_cfg.frame_seqlen", 33, "view size does not fit"),
         ("diffusion_model_cfg.in_dim", 20, "do not fit a VAE of 16 channels"),
         ("text_encoder_cfg.dim", 63, "is not diffusion_model_cfg.text_dim"),
+        ("image_encoder_cfg.vision_heads", 5, "vision_dim 64 does not divide into 5 heads"),
+        ("diffusion_model_cfg.dim", 10**30, r"dim must be at most 1,000,000, found 1e\+30"),
+        ("diffusion_model_cfg.num_layers", 10**9, r"num_layers must be at most 1,000, found 1e\+09"),
+        ("diffusion_model_cfg.eps", float("nan"), "eps must be a number of at least 0, found nan"),
+        ("diffusion_model_cfg.eps", float("inf"), "eps must be a number of at least 0, found inf"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(path: str, value: object, message: str) -> None:

@@ -68,8 +68,8 @@ def test_without_relative_action_no_key_is_relative(tmp_path: Path) -> None:
             "a.relative_action is True, but b.relative_action is False: expected one value",
         ),
         ("[]", "conf.yaml must hold a map, found list"),
-        ("a: [", "conf.yaml cannot be read as YAML"),
-        ("a: !!python/object/apply:os.getcwd []", "conf.yaml cannot be read as YAML"),
+        ("a: [", "conf.yaml: cannot be read as YAML"),
+        ("a: !!python/object/apply:os.getcwd []", "conf.yaml: cannot be read as YAML"),
     ],
 )
 def test_what_cannot_be_meant_names_file_and_key(tmp_path: Path, text: str, message: str) -> None:

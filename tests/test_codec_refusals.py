@@ -198,3 +198,19 @@ def test_a_value_inside_itself_is_refused() -> None:
     loop.append(loop)
     with pytest.raises(CodecError, match="deeper"):
         encode(loop, Dialect.OPENPI)
+
+
+@pytest.mark.parametrize("further", ["zzz", "data2", ""])
+@pytest.mark.parametrize("pack", [openpi_array, numpy_array])
+def test_what_stands_for_an_array_and_carries_another_is_read_or_refused(pack: object, further: str) -> None:
+    """Also where maps alike have been read before, in the same frame and in others."""
+    outer = msgpack.unpackb(pack())  # type: ignore[operator]
+    carrying = outer | {further: outer}
+    carried = dict.fromkeys(outer, outer) | {key: outer[key] for key in outer if key in ("__ndarray__", "nd")}
+    scalar = msgpack.unpackb(openpi_scalar("<f4", 1.5)) | {further: outer}
+    for value in ([outer, carrying, outer], [carrying, outer], [outer, carried], [outer, scalar], [scalar, outer]):
+        try:
+            read, _ = decode(msgpack.packb({"a": value}))
+        except CodecError:
+            continue
+        assert [np.shape(item) for item in read["a"]] == [() if item is scalar else (2,) for item in value]  # type: ignore[index]

@@ -175,6 +175,8 @@ def test_a_bad_file_is_one_line_with_file_entry_and_expectation(
         ("\x00", "cannot be read as YAML"),
         ("[" * 5000, "cannot be read as YAML: maps and lists nest too deeply"),
         ("name: 2026-13-45", "cannot be read as YAML"),
+        ("name: one\nname: two", "cannot be read as YAML: the key 'name' occurs twice"),
+        ('"a\\nb": 1', "a\\nb: expected no such entry"),
         ("- a\n- b", "expected a map, found list ['a', 'b']"),
         ("", "expected a map, found nothing"),
     ],

@@ -269,6 +269,12 @@ async def test_a_port_in_use_is_a_bad_setting() -> None:
             await PolicyServer(ServerSettings(port=server.port), lambda report: tiny_policy()).start()
 
 
+@pytest.mark.parametrize("host", ["\udcff", "a..b", "a" * 64 + ".example", "\0", "a" * 300])
+async def test_what_can_be_no_host_is_a_bad_setting(host: str) -> None:
+    with pytest.raises(SettingsError, match=r"^cannot listen on '[ -~]+ port 0: it is no host's name$"):
+        await PolicyServer(ServerSettings(host=host, port=0), lambda report: tiny_policy()).start()
+
+
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "api_key": KEY}, False), ({"host": "127.0.0.1"}, False)],

@@ -4,6 +4,7 @@ Cache, token, endpoint and offline mode are those of the `huggingface_hub` libra
 HF_ENDPOINT, HF_HUB_OFFLINE).
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,9 @@ def locate(name: str, revision: str | None, files: Sequence[str], flag: str) -> 
     revision: branch, tag or commit of a hub id; None for its main branch. files: patterns of what is fetched.
     flag: the command-line flag the name came from. Raises CheckpointError that says what to do.
     """
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False also for what can be no path
+        if revision is not None:
+            raise CheckpointError(f"--revision {revision!r} is of a hub id, but {flag} {name} is a directory")
         return Path(name)
     if not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{flag} {name!r} is neither a directory nor a hub id (ORG/NAME)")

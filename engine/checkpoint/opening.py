@@ -1,5 +1,6 @@
 """From what a checkpoint is called to all that is known of it before its weights are read."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from engine.checkpoint.training import TrainingConfig, read_training
 from engine.checkpoint.weights import StoredWeights
 from engine.config import ConfigError, ModelConfig, parse_config
 from engine.model import Weights
+from engine.regular_file import open_regular
 from engine.synthetic import SyntheticWeights
 from engine.text import Tokenizer
 
@@ -98,7 +100,7 @@ def synthetic_checkpoint(name: str, raw: Mapping[str, Any], statistics: Mapping[
 
 def read_files(name: str, base: str | None = None, revision: str | None = None) -> CheckpointFiles:
     """What the files of a directory or hub id say, the weights' headers included. Raises CheckpointError."""
-    if not Path(name).is_dir() and "/" not in name:
+    if not os.path.isdir(name) and "/" not in name:
         known = ", ".join(sorted(BUILTIN_CONFIGS))
         raise CheckpointError(
             f"checkpoint {name!r} is neither built in ({known}) nor a directory nor a hub id (ORG/NAME)"
@@ -107,6 +109,10 @@ def read_files(name: str, base: str | None = None, revision: str | None = None) 
     training = read_training(directory)
     raw_config, config = _read_config(directory, training)
     entries, adapters = split_adapters(read_entries(directory))
+    if base is not None and not adapters:
+        raise CheckpointError(
+            f"{directory} holds no LoRA adapters: --base-checkpoint is for fine-tunes that do, and goes unused here"
+        )
     if base is not None:
         base_directory = locate(base, None, CHECKPOINT_FILES, "--base-checkpoint")
         _check_base(directory, config, base_directory)
@@ -158,9 +164,11 @@ def _tokenizer(raw: Mapping[str, Any], config: ModelConfig, name: str | None) ->
     name = name or RELEASE_TOKENIZER
     directory = locate(name, None, TOKENIZER_FILES, "--tokenizer")
     try:
+        for path in directory.glob("*.json"):
+            open_regular(path).close()
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # the library raises whatever it comes upon
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"--tokenizer {name}: {directory} holds no tokenizer that can be read: {reason}"
         ) from error

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.checkpoint.error import CheckpointError
+from engine.regular_file import open_regular
 
 DTYPES = {
     "F64": torch.float64,
@@ -54,7 +55,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(f"{path} is a pickle, which may run code and is never read: safetensors expected")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
             text = file.read(length) if length is not None and length <= _LARGEST_HEADER else b""
@@ -113,7 +114,7 @@ class TensorFiles:
         target = buffer[: stored.size]
         try:
             if stored.file not in self._open:
-                self._open[stored.file] = self._stack.enter_context(stored.file.open("rb"))
+                self._open[stored.file] = self._stack.enter_context(open_regular(stored.file))
             file = self._open[stored.file]
             file.seek(stored.start)
             got = file.readinto(target.numpy().data)

@@ -80,7 +80,11 @@ def write_weights(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({name: fill(name, shapes[name]).to(dtype).contiguous() for name in names}, directory / file)
+        path = directory / file
+        path.touch()
+        mode = path.stat().st_mode  # as the umask wants it, where the library lets nobody else read
+        save_file({name: fill(name, shapes[name]).to(dtype).contiguous() for name in names}, path)
+        path.chmod(mode)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         (directory / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=2))

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engine.checkpoint.error import CheckpointError
+from engine.yaml_file import YamlError, load_yaml
 
 CONF_FILE = Path("experiment_cfg") / "conf.yaml"
 
@@ -43,11 +42,11 @@ def read_training(directory: Path) -> TrainingConfig:
     """
     path = directory / CONF_FILE
     try:
-        conf = yaml.safe_load(path.read_text(encoding="utf-8"))
+        conf = load_yaml(path)
     except FileNotFoundError:
         return TrainingConfig()
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    except (OSError, YamlError) as error:
+        raise CheckpointError(str(error)) from error
     if not isinstance(conf, dict):
         raise CheckpointError(f"{path} must hold a map, found {type(conf).__name__}")
     found: dict[str, Any] = {}
