@@ -1,11 +1,16 @@
 """Reads an episode from a robot's three camera recordings."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import av
 import numpy as np
 
-from clients.episode import CAMERAS, Episode, EpisodeError, cut_into_calls, is_scheduled
+from clients.episode import CAMERAS, FRAMES_PER_SECOND, Episode, EpisodeError, cut_into_calls, is_scheduled
+
+_FILES_ALONE = {"protocol_whitelist": "file"}
+_LONGEST_PAUSE_SECONDS = 10.0
+_SLACK = 0.1  # of a frame's time, by which the last one may come early
 
 
 def read_episode(directory: Path) -> Episode:
@@ -22,19 +27,23 @@ def read_episode(directory: Path) -> Episode:
 
 
 def _read_scheduled(path: Path) -> tuple[dict[int, np.ndarray], int]:
-    """The frames of a video that the schedule may ask for, by number, and how many frames it has in all."""
+    """The frames of a video that the schedule may ask for, by number, and how many frames it has in all.
+
+    Frames are counted as of a recording with FRAMES_PER_SECOND, whatever the video's own rate is.
+    """
     if not path.is_file():
         raise EpisodeError(f"{path} is missing")
     frames: dict[int, np.ndarray] = {}
     length = 0
     try:
-        with av.open(str(path), metadata_errors="replace") as container:
+        # Of another format it could be a playlist, which has other files and addresses read.
+        with av.open(str(path), format="mov", options=_FILES_ALONE, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise EpisodeError(f"{path} has no video in it")
-            for frame in container.decode(video=0):
-                if is_scheduled(length):
-                    frames[length] = frame.to_ndarray(format="rgb24")
-                length += 1
+            for number, frame in _resampled(path, container.decode(video=0)):
+                if is_scheduled(number):
+                    frames[number] = frame.to_ndarray(format="rgb24")
+                length = number + 1
     except EpisodeError:
         raise
     except (av.FFmpegError, ValueError) as error:
@@ -46,3 +55,29 @@ def _read_scheduled(path: Path) -> tuple[dict[int, np.ndarray], int]:
     if len(sizes) > 1:
         raise EpisodeError(f"{path} has frames of more than one size: {', '.join(sizes)}")
     return frames, length
+
+
+def _resampled(path: Path, frames: Iterable[av.VideoFrame]) -> Iterator[tuple[int, av.VideoFrame]]:
+    """For each moment at FRAMES_PER_SECOND from the first frame to the last, its number and the frame nearest to it."""
+    moment = 0
+    began = last_at = 0.0
+    last: av.VideoFrame | None = None
+    for number, frame in enumerate(frames):
+        if frame.time is None:
+            raise EpisodeError(f"{path} does not say when its frame {number} was taken")
+        if last is None:
+            began = frame.time
+        at = (frame.time - began) * FRAMES_PER_SECOND
+        if last is not None:
+            if not 0 < at - last_at <= _LONGEST_PAUSE_SECONDS * FRAMES_PER_SECOND:
+                raise EpisodeError(
+                    f"{path}: frame {number} comes {(at - last_at) / FRAMES_PER_SECOND:.3g} s after the one before, "
+                    f"expected more than 0 s and at most {_LONGEST_PAUSE_SECONDS:g}"
+                )
+            while moment < (last_at + at) / 2:
+                yield moment, last
+                moment += 1
+        last, last_at = frame, at
+    while last is not None and moment <= last_at + _SLACK:
+        yield moment, last
+        moment += 1

@@ -13,6 +13,7 @@ from engine.checkpoint.opening import Checkpoint
 from engine.embodiment import Embodiment, Observation
 from engine.rollout import Rollout
 from engine.session import BUFFERED_FRAMES, Session, Window
+from engine.text import LONGEST_PROMPT
 from engine.transforms import Transforms
 from kv_cache.cache import KVCache, KVReport
 
@@ -76,10 +77,11 @@ class Policy:
         newest = {view: frames[-BUFFERED_FRAMES:] for view, frames in observation.views.items()}
         frames = self._transforms.stitch(newest)
         state = self._transforms.normalize_state(observation.state)
-        text = self._transforms.embodiment.prompt_text(observation.prompt)
+        prompt = observation.prompt.strip()
+        text = self._transforms.embodiment.prompt_text(prompt[:LONGEST_PROMPT])
         tokens, mask = self._rollout.tokenize(text)
         warnings = self._transforms.state_warnings(observation.state)
-        if mask.all() and self._rollout.is_too_long(text):
+        if len(prompt) > LONGEST_PROMPT or (mask.all() and self._rollout.is_too_long(text)):
             warnings.append(f"prompt: the model reads {len(mask)} tokens, the end of this one is cut off")
         if session_id not in self._sessions:
             self._sessions[session_id] = Session(self._cache.session(session_id))

@@ -17,6 +17,10 @@ NEGATIVE_PROMPT = (
     "in the background, walking backwards."
 )
 
+LONGEST_PROMPT = 4096
+"""Characters; eight for each token that the model reads, which no language needs. Cleaning takes time that grows with
+the square of a prompt's length where it is made for that."""
+
 
 class Tokenizer(Protocol):
     """What is needed of a `transformers` tokenizer."""

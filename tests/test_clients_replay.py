@@ -1,5 +1,7 @@
 """The replay command, its episodes and what it writes."""
 
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +23,41 @@ from tests.wire_server import WireServer
 PROMPT = "Move the $pan forward and use the brush"
 
 
-def write_video(path: Path, frames: int, height: int = 48, width: int = 64) -> None:
-    """A video whose frame i is grey, of brightness 4 i."""
+def write_video(
+    path: Path, frames: int, height: int = 48, width: int = 64, milliseconds: Sequence[int] = (), brightness: int = 4
+) -> None:
+    """A video whose frame i is grey, of brightness 4 i; 15 frames a second unless `milliseconds` says when each is."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=15)
         stream.width, stream.height, stream.pix_fmt, stream.bit_rate = width, height, "yuv420p", 4_000_000
+        if milliseconds:
+            stream.codec_context.time_base = Fraction(1, 1000)
         for number in range(frames):
-            image = np.full((height, width, 3), 4 * number, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+            image = np.full((height, width, 3), brightness * number, np.uint8)
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            if milliseconds:
+                frame.pts, frame.time_base = milliseconds[number], Fraction(1, 1000)
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
 
 def write_video_of_two_sizes(path: Path) -> None:
     """A video whose images grow after frame 24."""
-    parts = []
-    for height, width, frames in ((48, 64, 25), (80, 96, 25)):
-        part = path.with_suffix(".part")
-        with av.open(str(part), "w", format="mpeg2video") as container:
-            stream = container.add_stream("mpeg2video", rate=25)
-            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-            for _ in range(frames):
-                image = np.zeros((height, width, 3), np.uint8)
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
-            container.mux(stream.encode())
-        parts.append(part.read_bytes())
-    path.write_bytes(b"".join(parts))
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg2video", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        wider = av.CodecContext.create("mpeg2video", "w")
+        wider.width, wider.height, wider.pix_fmt, wider.time_base = 96, 80, "yuv420p", Fraction(1, 25)  # type: ignore[attr-defined]
+        number = 0
+        for encoder, height, width in ((stream, 48, 64), (wider, 80, 96)):
+            images = [np.zeros((height, width, 3), np.uint8)] * 25
+            for image in [*images, None]:
+                frame = None if image is None else av.VideoFrame.from_ndarray(image, format="rgb24")
+                for packet in encoder.encode(frame):  # type: ignore[attr-defined]
+                    packet.stream, packet.time_base = stream, Fraction(1, 25)
+                    packet.pts = packet.dts = number
+                    number += 1
+                    container.mux(packet)
 
 
 def write_episode(directory: Path, frames: int = 50) -> Path:
@@ -76,6 +88,36 @@ def test_a_recording_is_cut_into_calls(tmp_path: Path) -> None:
             assert np.abs(brightness - 4 * np.array(numbers)).max() < 3
 
 
+@pytest.mark.parametrize(
+    ("milliseconds", "seen"),
+    [
+        ([round(1000 * i / 15) for i in range(50)], [0, 0, 7, 15, 23, 24, 31, 39, 47]),
+        ([round(1000 * i / 30) for i in range(100)], [0, 0, 14, 30, 46, 48, 62, 78, 94]),
+        ([200 * i for i in range(18)], [0, 0, 2, 5, 8, 8, 10, 13, 16]),
+        ([*range(0, 2000, 20), *range(2000, 3400, 100)], [0, 0, 23, 50, 77, 80, 101, 106, 111]),
+    ],
+    ids=["15 a second", "30 a second", "5 a second", "50 a second, then 10"],
+)
+def test_a_recording_at_another_rate_is_resampled_by_time(
+    tmp_path: Path, milliseconds: list[int], seen: list[int]
+) -> None:
+    for camera in CAMERAS:
+        write_video(tmp_path / f"{camera}.mp4", len(milliseconds), milliseconds=milliseconds, brightness=2)
+    episode = read_episode(tmp_path)
+    for camera in CAMERAS:
+        frames = np.concatenate([call[camera] for call in episode.calls])
+        assert np.rint(frames.mean(axis=(1, 2, 3)) / 2).tolist() == pytest.approx(seen, abs=1)
+
+
+@pytest.mark.parametrize("text", ["ffconcat version 1.0\nfile other.mp4\n", "#EXTM3U\n#EXTINF:5,\nother.mp4\n"])
+def test_a_list_of_other_files_is_not_followed(tmp_path: Path, text: str) -> None:
+    directory = write_episode(tmp_path)
+    (directory / "wrist_image_left.mp4").rename(directory / "other.mp4")
+    (directory / "wrist_image_left.mp4").write_text(text)
+    with pytest.raises(EpisodeError, match=r"wrist_image_left\.mp4 cannot be read after frame 0: Invalid data"):
+        read_episode(directory)
+
+
 def break_file(path: Path) -> None:
     path.write_bytes(b"not a video")
 
@@ -91,6 +133,10 @@ def cut_file(path: Path) -> None:
         (break_file, r"wrist_image_left\.mp4 cannot be read after frame 0"),
         (cut_file, r"wrist_image_left\.mp4 cannot be read after frame 0"),
         (write_video_of_two_sizes, r"wrist_image_left\.mp4 has frames of more than one size: 64x48, 96x80"),
+        (
+            lambda path: write_video(path, 3, milliseconds=[0, 67, 20_000]),
+            r"wrist_image_left\.mp4: frame 2 comes 19\.9 s after the one before, expected .* at most 10",
+        ),
         (lambda path: write_video(path, 49), r"differ in their number of frames: .*wrist_image_left\.mp4 49"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
+import ftfy
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine.model import build_model, weight_bytes
 from engine.policy import Policy
 from engine.rollout import Rollout
 from engine.settings import EngineSettings
+from engine.text import LONGEST_PROMPT
 from engine.trial import trial_calls
 from kv_cache.sizing import NotEnoughMemory
 from tests.checkpoints import observation
@@ -116,6 +118,26 @@ def test_a_state_far_from_the_statistics_is_used_and_warned_of(
     warnings = policy.infer("a", replace(seen, state=seen.state | changes)).warnings
     assert len(warnings) == (named is not None)
     assert named is None or named in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["\u0316\u0301" * 16_000, "a" + "\u0301" * 32_000, "&#" + "9" * 60_000, " " * 60_000 + "x"]
+)
+def test_a_prompt_made_to_take_long_is_cut_before_it_is_cleaned(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    cleaned: list[int] = []
+    fix_text = ftfy.fix_text
+
+    def spy(text: str) -> str:
+        cleaned.append(len(text))
+        return fix_text(text)
+
+    monkeypatch.setattr("engine.text.ftfy.fix_text", spy)
+    warnings = policy.infer("a", replace(observation(), prompt=prompt)).warnings
+    assert [warning.partition(":")[0] for warning in warnings] == ["prompt"] * (prompt[0] != " ")
+    assert len(cleaned) == 1
+    assert cleaned[0] < 3 * LONGEST_PROMPT, "the template has the prompt twice"
 
 
 def test_a_prompt_that_the_model_reads_in_part_is_warned_of(policy: Policy) -> None:
