@@ -3,7 +3,7 @@
 import hmac
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -21,6 +21,7 @@ class Door:
     """Decides about each request that reaches the port.
 
     api_key: what a client must send, or None. not_ready: None when calls are served, else why not.
+    admits_origin: whether a WebSocket with such Origin and Host headers may open, see origin.admits.
     refuses: None when one more WebSocket is welcome, else why not. metrics: Prometheus text. info: for /info.
     """
 
@@ -28,12 +29,14 @@ class Door:
         self,
         *,
         api_key: str | None,
+        admits_origin: Callable[[Sequence[str], Sequence[str]], bool],
         not_ready: Callable[[], str | None],
         refuses: Callable[[], str | None],
         metrics: Callable[[], bytes],
         info: Callable[[], dict[str, object]],
     ) -> None:
         self._api_key = api_key
+        self._admits_origin = admits_origin
         self._not_ready = not_ready
         self._refuses = refuses
         self._metrics = metrics
@@ -60,6 +63,10 @@ class Door:
     def _answer_robot(self, request: Request) -> Response | None:
         if not self._admits(request):
             return _unauthorized()
+        origins = request.headers.get_all("Origin")
+        if not self._admits_origin(origins, request.headers.get_all("Host")):
+            text = f"A web page of {', '.join(origins)!r:.200} may not connect here. See --allow-origin.\n"
+            return _respond(HTTPStatus.FORBIDDEN, text)
         # On any path: a client may come through a proxy, or be written for a server that has one.
         reason = self._refuses()
         return None if reason is None else _unavailable(reason)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.settings import EngineSettings
+from policy_server.origin import ANY, OriginError, read_origins
 
 ENVIRONMENT_PREFIX = "DREAMZERO_"
 _KEY_SETTINGS = ("api_key", "api_key_file")
@@ -32,6 +33,8 @@ class ServerSettings:
     api_key: what clients must send as "Authorization: Api-Key ..."; better given by file or environment, which
     other users of the machine do not see. api_key_file: a file that holds the key and nothing else.
     tls_cert: certificate chain (PEM) for wss:// and https://. tls_key: its private key (PEM).
+    allow_origin: whose web pages may connect, beside pages of the server's own address: origins such as
+    https://policy.lab, separated by commas, or * for all.
     max_message_mib: largest message taken, in MiB; a larger one closes its connection.
     max_connections: robots connected at once; more are answered 503.
     max_sessions: sessions that one connection may keep; more end the one that it used least recently. One that is idle
@@ -54,6 +57,7 @@ class ServerSettings:
     api_key_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    allow_origin: str | None = None
     max_message_mib: int = 32
     max_connections: int = 128
     max_sessions: int = 128
@@ -92,6 +96,10 @@ class ServerSettings:
             raise SettingsError(f"log-level: expected one of {', '.join(LOG_LEVELS)}, found {self.log_level!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SettingsError("tls-cert and tls-key are given together or not at all")
+        try:
+            read_origins(ANY if self.allow_origin is None else self.allow_origin)
+        except OriginError as error:
+            raise SettingsError(f"allow-origin: {error}") from None
         if self.api_key_file is not None:
             if self.api_key is not None:
                 raise SettingsError("api-key and api-key-file: give one of the two")
@@ -99,6 +107,11 @@ class ServerSettings:
             object.__setattr__(self, "api_key_file", None)  # so that dataclasses.replace sees one key, not two
         if self.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", self.api_key):
             raise SettingsError("api-key: expected printable ASCII without spaces, and at least one character")
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """What allow_origin lists."""
+        return () if self.allow_origin is None else read_origins(self.allow_origin)
 
     @property
     def is_loopback(self) -> bool:
