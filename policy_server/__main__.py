@@ -1,134 +1,20 @@
-"""`python -m policy_server`: settings in, a server until it is told to stop, an exit code out."""
+"""`python -m policy_server`: obeys orders to stop from its first moment on, and serves."""
 
-import asyncio
-import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
-
-from engine.device_faults import DeviceUnavailable
-from engine.loop import LoadPolicy
-from engine.settings import EngineSettings
-from policy_server.garbage import keep_what_is_loaded
-from policy_server.logs import configure_logging, log_event
-from policy_server.server import PolicyServer
-from policy_server.settings import ServerSettings, SettingsError, parse_settings
-
-if TYPE_CHECKING:
-    from engine.policy import Policy
-
-log = logging.getLogger("policy_server")
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_BAD_SETTINGS = 2
-
-# A supervisor may signal the process and then its group, which are one order, not two.
-ECHO_SECONDS = 0.5
+from types import FrameType
 
 
-def main() -> None:
-    """Serve, and leave with 0 after an orderly stop, 2 for bad settings, 1 for anything else."""
-    try:
-        settings = parse_settings(sys.argv[1:])
-    except SettingsError as error:
-        print(f"policy_server: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_SETTINGS)
-    configure_logging(level=settings.log_level, as_json=settings.log_json)
-    sys.exit(asyncio.run(run(settings, lambda report: load(settings.engine, report))))
-
-
-async def run(settings: ServerSettings, load_policy: LoadPolicy) -> int:
-    """Serve until SIGINT, SIGTERM or the engine's death; the exit code."""
-    told_to_stop = _on_signals()
-    server = PolicyServer(settings, load_policy)
-    try:
-        await server.start()
-    except SettingsError as error:
-        log.error("cannot start: %s", error)
-        return EXIT_BAD_SETTINGS
-    ready, ended = asyncio.ensure_future(server.ready()), asyncio.ensure_future(server.engine_ended())
-    await asyncio.wait((told_to_stop, ended, ready), return_when=asyncio.FIRST_COMPLETED)
-    if ready.done() and ready.exception() is None:
-        keep_what_is_loaded()
-        is_trained = bool(ready.result()["trained"])
-        log_event(log, logging.INFO, _ready_line(settings.engine.checkpoint, is_trained), url=server.url)
-        await asyncio.wait((told_to_stop, ended), return_when=asyncio.FIRST_COMPLETED)
-    elif ready.done():
-        await asyncio.wait((ended,))  # a failed load ends the engine, but the news of it may come a moment later
-    drained = await server.stop()
-    died_of = None  # or what it died of, perhaps in a call that was accepted before the order to stop
-    if server.engine.finished.done():
-        await asyncio.wait((ended,))
-        died_of = ended.exception()
-    code = EXIT_OK if drained else EXIT_FAILED
-    if isinstance(died_of, SettingsError):
-        code = EXIT_BAD_SETTINGS
-        log.error("cannot start: %s", died_of)
-    elif isinstance(died_of, DeviceUnavailable):
-        code = EXIT_FAILED
-        log.error("cannot start now: %s", died_of)
-    elif died_of is not None:
-        code = EXIT_FAILED
-        fields = {"reason": f"{type(died_of).__name__}: {died_of}"}
-        log.error("the engine died", exc_info=died_of, extra={"fields": fields})
-    if not server.engine.join(0):
-        _exit_now(code)  # the thread is in a load or an abandoned call, which nothing can interrupt
-    return code
-
-
-def load(settings: EngineSettings, report: Callable[[str], None]) -> "Policy":
-    """The policy of these settings.
-
-    Raises SettingsError when they, or the checkpoint, cannot be used, DeviceUnavailable when the device cannot now.
-    """
-    report("importing torch")
-    import torch
-
-    from engine.loading import PolicyLoadError, load_policy
-
-    # One core stays free for the event loop. On a CPU, torch's threads wait for each other by spinning: with as many
-    # as there are cores, whatever else runs makes every operation wait, and calls become many times slower.
-    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    try:
-        return load_policy(settings, report)
-    except PolicyLoadError as error:
-        raise SettingsError(str(error)) from error
-
-
-def _on_signals() -> asyncio.Future[None]:
-    """Done at the first SIGINT or SIGTERM; a second one ends the process at once."""
-    loop = asyncio.get_running_loop()
-    told_to_stop: asyncio.Future[None] = loop.create_future()
-    told_at = 0.0
-
-    def on_signal(number: int) -> None:
-        nonlocal told_at
-        if not told_to_stop.done():
-            log_event(log, logging.INFO, "told to stop", signal=signal.Signals(number).name)
-            told_to_stop.set_result(None)
-            told_at = loop.time()
-        elif loop.time() > told_at + ECHO_SECONDS:
-            log.warning("told to stop again: leaving at once")
-            _exit_now(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    return told_to_stop
-
-
-def _ready_line(checkpoint: str, is_trained: bool) -> str:
-    if not is_trained:
-        return f'ready: "{checkpoint}" has synthetic weights, not trained ones, so its actions mean nothing'
-    return f"ready: {checkpoint}"
-
-
-def _exit_now(code: int) -> NoReturn:
-    logging.shutdown()
-    os._exit(code)
+def leave(number: int, frame: FrameType | None) -> None:
+    """Nothing has begun that would have to be ended."""
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    # What follows takes seconds to import, and a container's first process obeys no signal that it does not handle.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, leave)
+    from policy_server.process import main
+
+    sys.exit(main())

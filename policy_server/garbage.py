@@ -17,3 +17,8 @@ def keep_what_is_loaded() -> None:
     gc.collect()  # counts anew what there is to look at
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _FULL_EVERY)
+
+
+def let_go_of_what_is_loaded() -> None:
+    """Have the collector see everything again: at the interpreter's end libraries report as leaked what it does not."""
+    gc.unfreeze()

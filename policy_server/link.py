@@ -33,17 +33,23 @@ class RobotLink(HttpConnection):
     """
 
     def __init__(self, *arguments: Any, write_timeout: float, waiting_room: WaitingRoom, **options: Any) -> None:
+        """Made by asyncio when it has accepted a connection, in a task that lasts until the TLS handshake's end."""
         super().__init__(*arguments, **options)
         self._write_timeout = write_timeout
         self._waiting_room = waiting_room
+        self._accepting = asyncio.current_task()
+        self._is_made = False
         self._cut_off: asyncio.TimerHandle | None = None
         self._heard = asyncio.Event()
         self._heard_at = self.loop.time()
+        waiting_room.enter(self)
+        if self._accepting is not None:
+            self._accepting.add_done_callback(self._accepted)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Somebody connected, with TLS after its handshake."""
         super().connection_made(transport)
-        self._waiting_room.enter(self)
+        self._is_made = True
         tcp = transport.get_extra_info("socket")
         with contextlib.suppress(OSError):  # a system that knows less
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -72,6 +78,14 @@ class RobotLink(HttpConnection):
         super().connection_lost(exc)
         self._waiting_room.leave(self)
         self._stop_timer()
+        self._let_go()
+
+    def cut(self) -> None:
+        """End the connection at once, in the middle of its TLS handshake if need be."""
+        if self._is_made:
+            self.transport.abort()
+        elif self._accepting is not None:
+            self._accepting.cancel()
 
     async def watch(self, interval: float, patience: float) -> None:
         """Ping every `interval` seconds until the link ends, which it does after `patience` seconds without a byte.
@@ -99,6 +113,23 @@ class RobotLink(HttpConnection):
         except (TimeoutError, ConnectionClosed):
             return False
         return True
+
+    def _let_go(self) -> None:
+        """Free what was received of a message now, not at some garbage collection.
+
+        The library's reader of bytes ends in a generator and, but for polite ends, an error that hold each other, and
+        with them up to three times the message.
+        """
+        self.protocol.parser.close()
+        for error in (self.protocol.parser_exc, self.protocol.handshake_exc):
+            each: BaseException | None = error
+            while each is not None:
+                each.__traceback__ = None
+                each = each.__cause__ or each.__context__
+
+    def _accepted(self, accepting: asyncio.Task[Any]) -> None:
+        if not self._is_made:  # the TLS handshake failed
+            self._waiting_room.leave(self)
 
     def _stop_timer(self) -> None:
         if self._cut_off is not None:

@@ -4,8 +4,10 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 _SHOWN_CHARACTERS = 200
+_SECONDS_BETWEEN_LINES = 60.0
 
 
 def configure_logging(*, level: str, as_json: bool) -> None:
@@ -18,6 +20,31 @@ def configure_logging(*, level: str, as_json: bool) -> None:
 def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:
     """Log `event`, a fixed text, with named values; strings among them may come from a client."""
     logger.log(level, event, extra={"fields": fields})
+
+
+class RareEvent:
+    """Logs an event that somebody outside can make happen thousands of times a second, once a minute at most.
+
+    Each line says as `times` how often it happened since the line before. clock: seconds.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, level: int, event: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._level = level
+        self._event = event
+        self._clock = clock
+        self._times = 0
+        self._quiet_until = -float("inf")
+
+    def happened(self, **fields: object) -> None:
+        """It happened once more. fields: see log_event."""
+        self._times += 1
+        now = self._clock()
+        if now >= self._quiet_until:
+            log_event(self._logger, self._level, self._event, times=self._times, **fields)
+            self._times, self._quiet_until = 0, now + _SECONDS_BETWEEN_LINES
 
 
 class TextFormatter(logging.Formatter):

@@ -21,11 +21,13 @@ from engine.embodiment_file import read_embodiment
 from engine.loop import EngineLoop, LoadPolicy
 from engine.recording import Recorder
 from policy_server.connection import Conversation, Host, close_reason
+from policy_server.descriptors import TooFewDescriptors, raise_limit
 from policy_server.http import Door, told_by_proxy
 from policy_server.link import RobotLink
 from policy_server.logs import log_event
 from policy_server.metrics import Metrics
 from policy_server.observations import handshake, observation_spec
+from policy_server.origin import admits
 from policy_server.sessions import Sessions, episode_name
 from policy_server.settings import ServerSettings, SettingsError
 from policy_server.waiting_room import WaitingRoom
@@ -66,9 +68,11 @@ class PolicyServer:
             },
         )
         # Room for all robots to come back at once, and for probes beside few robots.
-        self._waiting_room = WaitingRoom(max(_LEAST_WAITING_ROOM, settings.max_connections), self._metrics.waiting_cut)
+        self._most_waiting = max(_LEAST_WAITING_ROOM, settings.max_connections)
+        self._waiting_room = WaitingRoom(self._most_waiting, self._metrics.waiting_cut)
         self._door = Door(
             api_key=settings.api_key,
+            admits_origin=partial(admits, allowed=settings.origins, is_loopback=settings.is_loopback),
             not_ready=lambda: self.engine.not_ready,
             refuses=self._refuses,
             metrics=self._metrics.exposition,
@@ -87,6 +91,10 @@ class PolicyServer:
         """See __aenter__."""
         settings = self.settings
         _keep_freed_memory()
+        try:
+            raise_limit(settings.max_connections + self._most_waiting)
+        except TooFewDescriptors as error:
+            raise SettingsError(f"max-connections: {error}") from error
         try:
             embodiment = read_embodiment(settings.engine.embodiment)
         except EmbodimentError as error:
@@ -232,14 +240,15 @@ class PolicyServer:
         }
 
     async def _converse(self, websocket: ServerConnection) -> None:
-        self._waiting_room.leave(websocket)
+        link = cast(RobotLink, websocket)
+        self._waiting_room.leave(link)
         name = next(self._names)
         peer = websocket.remote_address
         fields = {"peer": f"{peer[0]}:{peer[1]}" if peer else ""} | told_by_proxy(websocket.request)
         log_event(log, logging.INFO, "connection open", connection=name, **fields)
         path = websocket.request.path.partition("?")[0] if websocket.request is not None else ""
         as_array = self.settings.reply == "array" or path.rstrip("/").endswith(_ARRAY_PATH)
-        conversation = self._conversations[name] = Conversation(cast(RobotLink, websocket), name, self._host, as_array)
+        conversation = self._conversations[name] = Conversation(link, name, self._host, as_array)
         try:
             await conversation.run()
             await websocket.close()

@@ -3,18 +3,22 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from websockets.asyncio.server import ServerConnection
-
-from policy_server.logs import log_event
+from policy_server.logs import RareEvent
 
 log = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_WARNINGS = 60.0
+
+class Stranger(Protocol):
+    """A connection of which nobody knows yet what it wants."""
+
+    def cut(self) -> None:
+        """End it at once, wherever its opening stands."""
 
 
 class WaitingRoom:
-    """Connections that have said nothing yet, are in the opening handshake, or are answered over plain HTTP.
+    """Connections in the TLS handshake, that have said nothing yet, in the opening handshake, or answered over HTTP.
 
     A robot or a probe asks within milliseconds of connecting. So when the room is full, whoever has been there the
     longest is cut off, and many who connect and ask nothing keep out neither robots nor probes. Only where more than
@@ -27,30 +31,20 @@ class WaitingRoom:
     def __init__(self, most: int, count: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._count = count
-        self._clock = clock
-        self._inside: dict[ServerConnection, None] = {}  # in the order in which they came
-        self._cut = 0  # since the last warning
-        self._quiet_until = -float("inf")
+        self._inside: dict[Stranger, None] = {}  # in the order in which they came
+        event = "waiting room is full, connections that asked for nothing were cut off"
+        self._warning = RareEvent(log, logging.WARNING, event, clock)
 
-    def enter(self, connection: ServerConnection) -> None:
-        """A connection was made."""
+    def enter(self, connection: Stranger) -> None:
+        """A connection was accepted."""
         self._inside[connection] = None
         if len(self._inside) > self._most:
             longest = next(iter(self._inside))
             self.leave(longest)
-            longest.transport.abort()
-            self._note_cut()
+            longest.cut()
+            self._count()
+            self._warning.happened(room=self._most)
 
-    def leave(self, connection: ServerConnection) -> None:
+    def leave(self, connection: Stranger) -> None:
         """Its conversation begins, or it is gone."""
         self._inside.pop(connection, None)
-
-    def _note_cut(self) -> None:
-        """Count one that was cut off; warn, but once a minute at most, of all since the last warning."""
-        self._count()
-        self._cut += 1
-        now = self._clock()
-        if now >= self._quiet_until:
-            event = "waiting room is full, connections that asked for nothing were cut off"
-            log_event(log, logging.WARNING, event, cut=self._cut, room=self._most)
-            self._cut, self._quiet_until = 0, now + _SECONDS_BETWEEN_WARNINGS

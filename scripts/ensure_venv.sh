@@ -1,6 +1,9 @@
 # Sourced by run_server.sh and run_tests.sh: makes .venv and installs this project with the pinned versions.
 # Usage: source scripts/ensure_venv.sh EXTRAS   (for example "server,replay"); sets PYTHON.
 
+# A container's first process obeys no signal that it does not handle.
+trap 'kill $(jobs -p) 2>/dev/null; exit 143' TERM INT
+
 extras=$1
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=$root/.venv/bin/python
@@ -25,6 +28,8 @@ wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing dependencies [$extras] into .venv (once; a few minutes where torch must be downloaded)" >&2
     "$PYTHON" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$root/constraints.txt" --editable "$root[$extras]" >&2
+        --constraint "$root/constraints.txt" --editable "$root[$extras]" >&2 &
+    wait $!  # which a signal interrupts, and a command it would not
     echo "$wanted" >"$stamp"
 fi
+trap - TERM INT

@@ -19,8 +19,8 @@ from engine.embodiment import Observation
 from engine.loading import load_policy
 from engine.policy import Chunk, Policy, PolicyStats
 from engine.settings import EngineSettings
-from policy_server.__main__ import run
 from policy_server.logs import configure_logging
+from policy_server.process import run
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, parse_settings
 

@@ -270,6 +270,47 @@ async def test_images_are_let_go_with_their_call_not_at_the_next_garbage_collect
     assert kept == []
 
 
+def begun(payload: bytes, sent: int) -> bytes:
+    return Frame(Opcode.BINARY, payload).serialize(mask=True)[:sent]
+
+
+@pytest.mark.parametrize(
+    "received",
+    [
+        None,  # not even a handshake
+        b"",
+        begun(bytes(2**22), 2**21),
+        begun(b"x", 100) * 2 + begun(bytes(2**22), 2**21),  # read no further than two ahead
+        begun(bytes(2**26), 2**16),  # too large a message
+        b"\xff" * 100,
+        begun(b"x", 100) + Frame(Opcode.CLOSE, b"").serialize(mask=True),
+    ],
+)
+async def test_what_was_received_is_let_go_with_its_connection_not_at_the_next_garbage_collection(
+    received: bytes | None,
+) -> None:
+    async with PolicyServer(ServerSettings(port=0), lambda report: BigAnswers()) as server:  # type: ignore[arg-type, return-value]
+        await server.ready()
+        if received is None:
+            sock = socket.create_connection(("127.0.0.1", server.port))
+            sock.sendall(b"GET / HT")
+        else:
+            sock = await asyncio.to_thread(open_websocket, server.port)
+            await asyncio.to_thread(sock.sendall, received)
+        links = server._waiting_room._inside if received is None else server._listener.all_connections
+        await until(lambda: len(links) == 1)
+        (link,) = links
+        protocol = weakref.ref(link.protocol)
+        del link
+        gc.collect()
+        gc.disable()
+        try:
+            sock.close()
+            await until(lambda: protocol() is None)
+        finally:
+            gc.enable()
+
+
 async def test_garbage_from_some_does_not_disturb_another() -> None:
     """Random frames, random bytes below the WebSocket layer and sudden ends, all around one robot's episode."""
     rng = np.random.default_rng(0)

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,12 +26,15 @@ LOADING = 60
 
 
 class Process:
-    """A server process whose log lines are read as they come."""
+    """A server process whose log lines are read as they come. open_files: its limits on them, soft and hard."""
 
-    def __init__(self, *arguments: str, module: str = "policy_server") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-        )
+    def __init__(
+        self, *arguments: str, module: str = "policy_server", open_files: tuple[int, int] | None = None
+    ) -> None:
+        command = [sys.executable, "-m", module, *arguments]
+        if open_files is not None:
+            command = ["prlimit", "--nofile={}:{}".format(*open_files), *command]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
         self.log: list[str] = []
 
     def line(self, containing: str) -> str:
@@ -55,8 +60,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
-def server(*arguments: str, module: str = "policy_server") -> Iterator[Process]:
-    running = Process(*arguments, module=module)
+def server(
+    *arguments: str, module: str = "policy_server", open_files: tuple[int, int] | None = None
+) -> Iterator[Process]:
+    running = Process(*arguments, module=module, open_files=open_files)
     try:
         yield running
     finally:
@@ -95,6 +102,7 @@ async def test_a_signal_lets_the_running_and_the_waiting_call_be_answered_then_c
             assert closed.value.rcvd.code == 1001
         assert await asyncio.to_thread(running.end) == 0
         assert "Traceback" not in "".join(running.log)
+        assert running.log[-1].endswith(" stopped\n")
 
 
 async def test_draining_ends_at_its_timeout_and_says_so() -> None:
@@ -131,6 +139,31 @@ async def test_a_signal_while_loading_is_obeyed() -> None:
         running.url()
         running.process.terminate()
         assert await asyncio.to_thread(running.end, 10) == 0
+
+
+NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_signal_while_modules_are_imported_is_obeyed_by_a_containers_first_process_too(
+    is_first: bool, number: int
+) -> None:
+    if is_first and (shutil.which("unshare") is None or subprocess.run([*NAMESPACES, "true"]).returncode != 0):
+        pytest.skip("no process namespaces here")
+    command = [sys.executable, "-v", "-m", "policy_server", *TINY]  # -v: each import is told
+    with subprocess.Popen(
+        [*(NAMESPACES if is_first else ()), *command], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr)
+        assert any("policy_server.process" in line or "numpy" in line for line in lines)
+        target = process.pid
+        if is_first:
+            target = int(Path(f"/proc/{target}/task/{target}/children").read_text().split()[0])
+        os.kill(target, number)
+        assert not any("listening" in line for line in lines)
+        assert process.wait(SECONDS) == 0
 
 
 async def test_what_cannot_be_loaded_is_said_in_one_line_with_exit_code_2() -> None:
