@@ -20,7 +20,7 @@ from engine.device_faults import DeviceUnavailable
 from engine.loading import PolicyLoadError, load_policy
 from engine.policy import Policy
 from engine.settings import EngineSettings
-from policy_server.__main__ import load, run
+from policy_server.process import load, run
 from policy_server.settings import ServerSettings
 from tests.checkpoints import observation
 from tests.fake_cuda import GIB, FakeCuda, Replay, Wait, fake_cuda
