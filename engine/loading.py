@@ -252,7 +252,13 @@ def kv_geometry(config: ModelConfig, dtype: torch.dtype) -> KVGeometry:
         text_tokens=config.dit.text_len,
         image_tokens=config.image.tokens,
         dtype=dtype,
+        conditioning_bytes=_conditioning_numbers(config) * dtype.itemsize,
     )
+
+
+def _conditioning_numbers(config: ModelConfig) -> int:
+    """Of (1, 4 + z, F, H, W): a mask and the latents of a window's first frame before grey ones."""
+    return (4 + config.vae.z_dim) * config.conditioning_frames * config.latent_height * config.latent_width
 
 
 def build_cache(

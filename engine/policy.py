@@ -44,13 +44,20 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PolicyStats:
-    """What the policy holds now; evictions are counted from the start."""
+    """What the policy holds now; evictions are counted from the start.
+
+    text_bytes: of prompts' cross-attention K/V. start_bytes: of what windows were started with. session_bytes: the most
+    that one session can hold on the device.
+    """
 
     sessions: int
     blocks_total: int
     blocks_free: int
     blocks_used: int
     block_bytes: int
+    text_bytes: int
+    start_bytes: int
+    session_bytes: int
     evictions: int
 
 
@@ -138,6 +145,9 @@ class Policy:
             blocks_free=report.blocks_free,
             blocks_used=report.blocks_used,
             block_bytes=report.block_bytes,
+            text_bytes=report.text_bytes,
+            start_bytes=report.cross_bytes - report.text_bytes,
+            session_bytes=report.session_bytes,
             evictions=report.evictions,
         )
 
@@ -164,4 +174,5 @@ class Policy:
             "guidance": "batched" if self._rollout.batched else "separate",
             "kv_blocks": self._cache.report().blocks_total,
             "kv_sessions": self._cache.budget.sessions,
+            "session_bytes": self._cache.report().session_bytes,
         }

@@ -251,7 +251,8 @@ class Rollout:
     def _start_window(self, session: Session, image: Tensor) -> Tensor:
         """Image conditioning and image K/V of a new window; returns the image latent (1, C, 1, H, W)."""
         self._cache.publish_image(session.kv, lambda: self._model.dit.image_kv(self._frames.image_features(image)))
-        latents, session.ys = self._frames.window(image)
+        latents, conditioning = self._frames.window(image)
+        self._cache.publish_conditioning(session.kv, conditioning)
         return latents
 
     def _publish_text(self, session: Session, tokens: Tensor, mask: Tensor) -> None:
@@ -306,10 +307,9 @@ class Rollout:
 
     def _conditioning(self, session: Session, start: int, frames: int) -> Tensor:
         """ys at latent frames start ..., its last ones where that runs past the end."""
-        if session.ys is None:
-            raise RuntimeError("a window is continued that was never started")
-        start = min(start, session.ys.shape[2] - frames)
-        return session.ys[:, :, start : start + frames]
+        ys = session.kv.conditioning
+        start = min(start, ys.shape[2] - frames)
+        return ys[:, :, start : start + frames]
 
 
 class _PhaseClock:

@@ -29,7 +29,7 @@ class Session:
 
     start_frame: position of the next latent frame; 0 when the next call starts the window again.
     frames: the last stitched frames, each (h, w, 3) uint8. prompt: token ids of the last call, as bytes.
-    ys: image conditioning (1, 4 + z, F, H, W) of the window. called: whether a call has been made.
+    called: whether a call has been made.
     calls: how many have given actions.
     """
 
@@ -37,7 +37,6 @@ class Session:
     start_frame: int = 0
     frames: deque[Tensor] = field(default_factory=lambda: deque(maxlen=BUFFERED_FRAMES))
     prompt: bytes = b""
-    ys: Tensor | None = None
     called: bool = False
     calls: int = 0
 

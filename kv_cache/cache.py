@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from kv_cache.attention import AttentionPlan
 from kv_cache.block_pool import BlockPool, OutOfBlocks
@@ -36,6 +37,7 @@ class SessionKV:
         self.key = key
         self._branches = [_Branch() for _ in range(branches)]
         self._image: LayerKV | None = None
+        self._conditioning: Tensor | None = None
 
     @property
     def resident_frames(self) -> int:
@@ -54,6 +56,13 @@ class SessionKV:
             raise LookupError(f"session {self.key!r} has no image K/V")
         return self._image
 
+    @property
+    def conditioning(self) -> Tensor:
+        """What else the window was started with. Raises LookupError where none was published."""
+        if self._conditioning is None:
+            raise LookupError(f"session {self.key!r} has no conditioning: its window was never started, or is evicted")
+        return self._conditioning
+
     def text(self, branch: int) -> LayerKV:
         """The text half of a branch. Raises LookupError where none was published."""
         text = self._branches[branch].text
@@ -65,7 +74,12 @@ class SessionKV:
 @dataclass(frozen=True)
 class KVReport:
     """A reading of the instrument. Counters run from the start; `plain_view` and `gathered` count the windows
-    of forward plans."""
+    of forward plans.
+
+    cross_bytes: of cross-attention halves and conditioning; of it text_bytes are those of prompts, which sessions
+    share. session_bytes: the most that one session can hold. bytes_by_session: what each holds now, its prompt's half
+    as if it were its own.
+    """
 
     blocks_total: int
     blocks_free: int
@@ -74,6 +88,9 @@ class KVReport:
     block_bytes: int
     pool_bytes: int
     cross_bytes: int
+    text_bytes: int
+    session_bytes: int
+    bytes_by_session: dict[Hashable, int]
     prompts: int
     evictions: int
     plain_view: int
@@ -136,11 +153,11 @@ class KVCache:
             self._active = None
 
     def restart(self, session: SessionKV) -> None:
-        """Empty the window and drop the image half. The text halves stay: they depend on the prompt alone."""
+        """Empty the window and drop what it was started with. The text halves stay: they depend on the prompt alone."""
         for branch in session._branches:
             self._pool.free(branch.blocks)
             branch.blocks, branch.kept = [], 0
-        session._image = None
+        session._image = session._conditioning = None
 
     @contextmanager
     def lease(self, session: SessionKV, frames: int, commit: bool = False) -> Iterator[AttentionPlan]:
@@ -192,8 +209,15 @@ class KVCache:
     def publish_image(self, session: SessionKV, compute: Callable[[], LayerKV]) -> None:
         """Give the session its image half. All or nothing: where `compute` raises, there is none."""
         session._image = None
-        self._make_cross_room(self.geometry.image_bytes)
+        self._make_cross_room(self.geometry.start_bytes)
         session._image = compute()
+
+    def publish_conditioning(self, session: SessionKV, conditioning: Tensor) -> None:
+        """Give the session what else its window is started with, of the geometry's `conditioning_bytes`.
+
+        It leaves with the window: an idle session keeps nothing on the device that cannot be taken from it.
+        """
+        session._conditioning = conditioning
 
     def keep_text(self, prompt: bytes, compute: Callable[[], LayerKV]) -> None:
         """Hold a prompt's text half for good (the negative prompt of every session)."""
@@ -215,6 +239,9 @@ class KVCache:
             block_bytes=self.geometry.block_bytes,
             pool_bytes=self._pool.num_blocks * self.geometry.block_bytes,
             cross_bytes=self._cross_bytes(),
+            text_bytes=self._text.nbytes,
+            session_bytes=self.geometry.session_bytes(self.policy),
+            bytes_by_session={key: self._bytes_of(session) for key, session in sessions},
             prompts=len(self._text),
             evictions=self._evictions,
             plain_view=self._plain_view,
@@ -232,8 +259,12 @@ class KVCache:
             pass
 
     def _cross_bytes(self) -> int:
-        images = [session._image for session in list(self._sessions.values())]
-        return self._text.nbytes + sum(layer_kv_bytes(image) for image in images if image is not None)
+        return self._text.nbytes + sum(_start_bytes_of(session) for session in list(self._sessions.values()))
+
+    def _bytes_of(self, session: SessionKV) -> int:
+        own_text = session._branches[0].text  # the other branch's prompt is everybody's
+        text = layer_kv_bytes(own_text) if own_text is not None else 0
+        return session.blocks * self.geometry.block_bytes + text + _start_bytes_of(session)
 
     def _evict_oldest(self, worth: Callable[[SessionKV], bool]) -> bool:
         """Evict the least recently used idle session that is worth it; False where there is none."""
@@ -257,5 +288,12 @@ class KVCache:
             branch.prompt = branch.text = None
 
 
+def _start_bytes_of(session: SessionKV) -> int:
+    image, conditioning = session._image, session._conditioning
+    return (layer_kv_bytes(image) if image is not None else 0) + (
+        conditioning.nbytes if conditioning is not None else 0
+    )
+
+
 def _holds_cross_kv(session: SessionKV) -> bool:
-    return session._image is not None or any(branch.prompt is not None for branch in session._branches)
+    return _start_bytes_of(session) > 0 or any(branch.prompt is not None for branch in session._branches)

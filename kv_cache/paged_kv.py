@@ -16,7 +16,8 @@ class KVGeometry:
 
     frame_tokens: tokens of a latent frame (S), the size of a block. frames_per_forward: most current frames of a
     forward (nf). register_tokens: action and state tokens of a denoise forward. text_tokens, image_tokens:
-    cross-attention context lengths. branches: guidance branches, each with its own window.
+    cross-attention context lengths. branches: guidance branches, each with its own window. conditioning_bytes: of what
+    else a window is started with and goes on with.
     """
 
     layers: int
@@ -29,6 +30,7 @@ class KVGeometry:
     image_tokens: int
     dtype: torch.dtype
     branches: int = 2
+    conditioning_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -46,6 +48,11 @@ class KVGeometry:
         return self.image_tokens * self.token_bytes
 
     @property
+    def start_bytes(self) -> int:
+        """Bytes that a window is started with: the image's cross-attention half and the conditioning."""
+        return self.image_bytes + self.conditioning_bytes
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one latent frame's K and V over all layers."""
         return self.frame_tokens * self.token_bytes
@@ -57,6 +64,10 @@ class KVGeometry:
     def session_blocks(self, policy: WindowPolicy) -> int:
         """Most blocks one session can hold, all branches together."""
         return self.branches * self.window_blocks(policy)
+
+    def session_bytes(self, policy: WindowPolicy) -> int:
+        """Most bytes that one session can hold, with a prompt of its own."""
+        return self.session_blocks(policy) * self.block_bytes + self.text_bytes + self.start_bytes
 
 
 @dataclass(frozen=True)

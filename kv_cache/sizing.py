@@ -19,8 +19,8 @@ class NotEnoughMemory(RuntimeError):
 class KVBudget:
     """What the K/V memory is divided into.
 
-    blocks: size of the pool. cross_bytes: for cross-attention halves, the permanent ones included. sessions: how many
-    hold their full window at once, each with a prompt of its own.
+    blocks: size of the pool. cross_bytes: for cross-attention halves, the permanent ones included, and for what else
+    windows are started with. sessions: how many hold their full window at once, each with a prompt of its own.
     """
 
     blocks: int
@@ -47,29 +47,23 @@ def plan_budget(geometry: KVGeometry, policy: WindowPolicy, available: int) -> K
 
     Raises NotEnoughMemory where not even one session fits.
     """
-    session = _session_bytes(geometry, policy)
+    session = geometry.session_bytes(policy)
     sessions, left = divmod(available - geometry.text_bytes, session)
     if sessions < 1:
         raise NotEnoughMemory(
             f"K/V memory of {_mib(available)} is too little: one session needs {_mib(geometry.text_bytes + session)}, "
             f"of it {geometry.session_blocks(policy)} blocks of {_mib(geometry.block_bytes)}"
         )
-    text, image = geometry.text_bytes, geometry.image_bytes
     return KVBudget(
         blocks=sessions * geometry.session_blocks(policy) + left // geometry.block_bytes,
-        cross_bytes=text + sessions * (text + image),
+        cross_bytes=geometry.text_bytes + sessions * (geometry.text_bytes + geometry.start_bytes),
         sessions=sessions,
     )
 
 
 def one_session_bytes(geometry: KVGeometry, policy: WindowPolicy) -> int:
     """The least that `plan_budget` can do with."""
-    return geometry.text_bytes + _session_bytes(geometry, policy)
-
-
-def _session_bytes(geometry: KVGeometry, policy: WindowPolicy) -> int:
-    blocks = geometry.session_blocks(policy) * geometry.block_bytes
-    return blocks + geometry.text_bytes + geometry.image_bytes
+    return geometry.text_bytes + geometry.session_bytes(policy)
 
 
 def _mib(size: int) -> str:

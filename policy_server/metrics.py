@@ -96,6 +96,16 @@ class _AtScrape(Collector):
         blocks.add_metric(["free"], stats.policy.blocks_free)
         yield blocks
         yield GaugeMetricFamily("dreamzero_kv_block_bytes", "Size of a KV block.", value=stats.policy.block_bytes)
+        held = GaugeMetricFamily("dreamzero_session_device_bytes", "What sessions hold on the device.", labels=["what"])
+        held.add_metric(["windows"], stats.policy.blocks_used * stats.policy.block_bytes)
+        held.add_metric(["prompts"], stats.policy.text_bytes)
+        held.add_metric(["images"], stats.policy.start_bytes)
+        yield held
+        yield GaugeMetricFamily(
+            "dreamzero_session_most_device_bytes",
+            "The most that one session can hold on the device.",
+            value=stats.policy.session_bytes,
+        )
         yield CounterMetricFamily(
             "dreamzero_kv_evictions", "Sessions whose KV was given to another.", value=stats.policy.evictions
         )

@@ -18,8 +18,7 @@ CPU = torch.device("cpu")
 
 def bytes_for(sessions: int, geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> int:
     """What so many full sessions need at least: the permanent prompt, and each session's own."""
-    session = geometry.session_blocks(policy) * geometry.block_bytes + geometry.text_bytes + geometry.image_bytes
-    return geometry.text_bytes + sessions * session
+    return geometry.text_bytes + sessions * geometry.session_bytes(policy)
 
 
 def make_cache(sessions: int, geometry: KVGeometry = GEOMETRY, policy: WindowPolicy = POLICY) -> KVCache:

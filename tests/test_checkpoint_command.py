@@ -1,6 +1,7 @@
 """`python -m engine.checkpoint`: inspect, synthesize, verify."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -69,7 +70,7 @@ def test_inspect_of_the_14b_layout_reads_headers_alone(tmp_path: Path, capsys: p
         "unknown        none",
         "problems       none",
         "weights            40.74 GiB   (and 1.96 GiB in the host's memory)",
-        "card of 80 GiB    fits, 1 session at once",
+        "card of 80 GiB    fits, 2 sessions at once",
         "card of 24 GiB    too small: needs ",
     ):
         assert line in printed
@@ -79,18 +80,20 @@ def test_inspect_says_what_smaller_weights_on_the_gpu_make_room_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = headers_alone(tmp_path / "droid", {"action_head_cfg": {"config": {}}}, droid_shapes(), files=10)
-    cards = [word for card in ("24", "44.7", "48", "80") for word in ("--gpu-gib", card)]
+    cards = [word for card in ("24", "44.4", "48", "79.1", "139.8") for word in ("--gpu-gib", card)]
     _, printed = run("inspect", directory, *cards, capsys=capsys)
-    plain, small = printed.split("GPU memory of serving in bfloat16\n")[1].split(
-        "with --fp8 --text-encoder-device cpu\n"
-    )
-    assert "card of 48 GiB    too small: needs 64.68 GiB" in plain
+    plain, fp8, small = re.split(r"\nwith .*\n", printed.split("GPU memory of serving in bfloat16\n")[1])
+    assert "card of 48 GiB    too small: needs 58.81 GiB" in plain
+    assert "card of 79.1 GiB  fits, 2 sessions at once" in plain  # sold as 80 GB
+    assert "card of 139.8 GiB fits, 7 sessions at once" in plain  # an H200
+    assert "weights            25.71 GiB   (and 1.96 GiB in the host's memory)" in fp8
+    assert "card of 44.4 GiB  fits, 1 session at once" in fp8  # sold as 48 GB
+    assert "card of 24 GiB    too small: needs 43.78 GiB" in fp8
     assert "weights            17.09 GiB   (and 10.58 GiB in the host's memory)" in small
     assert "CUDA graphs         2.38 GiB   (none with --execution eager)" in small
-    assert "card of 48 GiB    fits, 1 session at once" in small
-    assert "card of 44.7 GiB  fits, 1 session at once" in small  # sold as 48 GB
-    assert "card of 24 GiB    too small: needs 41.03 GiB" in small
-    assert "card of 80 GiB    fits, 3 sessions at once" in small
+    assert "card of 48 GiB    fits, 2 sessions at once" in small
+    assert "card of 24 GiB    too small: needs 35.16 GiB" in small
+    assert "card of 79.1 GiB  fits, 4 sessions at once" in small
 
 
 def test_inspect_says_that_the_small_backbone_fits_24_gib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

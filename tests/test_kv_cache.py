@@ -10,6 +10,7 @@ import torch
 from kv_cache.block_pool import OutOfBlocks
 from kv_cache.cache import KVCache
 from kv_cache.cross_kv import TextKV
+from kv_cache.paged_kv import KVGeometry
 from kv_cache.sizing import (
     CPU_DEFAULT_BYTES,
     NotEnoughMemory,
@@ -155,6 +156,46 @@ def test_a_lease_whose_plan_cannot_be_made_gives_its_blocks_back(monkeypatch: py
     with pytest.raises(torch.OutOfMemoryError), cache.call(session), cache.lease(session, 2, commit=True):
         pass
     assert cache.report().blocks_used == 0
+
+
+DROID = KVGeometry(
+    layers=40, heads=40, head_dim=128, frame_tokens=880, frames_per_forward=2, register_tokens=25, text_tokens=512,
+    image_tokens=257, dtype=torch.bfloat16,
+)  # fmt: skip
+GIB_80_GB_CARD = 0.8 * 33.2  # what the 14B in bfloat16 leaves of 79.1 GiB, and the default share of it
+
+
+@pytest.mark.parametrize(("robots", "evicted"), [(2, False), (3, True)])
+def test_two_robots_on_an_80_gb_card_keep_their_windows(robots: int, evicted: bool) -> None:
+    """The blocks that the 14B gets there, with tensors small enough for any machine."""
+    budget = plan_budget(DROID, POLICY, int(GIB_80_GB_CARD * 2**30))
+    assert budget.sessions == 2
+    assert 2 * 14 < budget.blocks < 3 * 14, "what two sessions leave is in the pool too"
+    cache = KVCache(GEOMETRY, POLICY, budget, CPU)
+    restarts = [run_call(cache, cache.session(call % robots), b"%d" % (call % robots)) for call in range(80)]
+    assert (cache.report().evictions > 0) == evicted
+    if not evicted:
+        assert sum(restarts) == 80 // 4, "the window's own, every fourth call"
+
+
+def test_what_many_idle_sessions_hold_is_bounded_and_leaves_with_their_windows() -> None:
+    """A vectorised simulator: each of 128 sessions started its window once, and none is in a call."""
+    geometry = replace(GEOMETRY, conditioning_bytes=400)
+    cache = make_cache(3, geometry)
+    most = geometry.text_bytes + 3 * geometry.session_bytes(POLICY)
+    for number in range(128):
+        session = cache.session(number)
+        run_call(cache, session, b"%d" % number)
+        cache.publish_conditioning(session, torch.zeros(100))
+        report = cache.report()
+        assert report.bytes_by_session[number] == 2 * geometry.block_bytes + geometry.text_bytes + geometry.start_bytes
+        assert report.blocks_used * geometry.block_bytes + report.cross_bytes <= most
+    holding = [number for number in range(128) if cache.report().bytes_by_session[number]]
+    assert holding == [125, 126, 127], "those that called last"
+    with pytest.raises(LookupError, match="session 5 has no conditioning"):
+        _ = cache.session(5).conditioning
+    assert cache.evict_idle() == 3
+    assert (cache.report().cross_bytes, set(cache.report().bytes_by_session.values())) == (0, {0})
 
 
 def test_the_instrument_can_be_read_while_prompts_come_and_go() -> None:

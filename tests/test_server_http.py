@@ -74,6 +74,8 @@ async def test_metrics_count_what_happened() -> None:
     assert values["dreamzero_engine_sessions",] == 1
     assert values["dreamzero_kv_blocks", "used"] > 0
     assert values["dreamzero_kv_blocks", "free"] > 0
+    for what in ("windows", "prompts", "images"):
+        assert 0 < values["dreamzero_session_device_bytes", what] < values["dreamzero_session_most_device_bytes",]
     assert values["dreamzero_kv_block_bytes",] > 0
     assert values["dreamzero_kv_evictions_total",] >= 0
     assert values["dreamzero_received_bytes_total",] > 4e6

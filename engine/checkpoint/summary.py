@@ -49,6 +49,8 @@ def summarize(name: str, files: CheckpointFiles, cards_gib: Sequence[float]) -> 
     yield ""
     yield "GPU memory of serving in bfloat16"
     yield from _memory(footprint(files.config), cards_gib)
+    yield "with --fp8"
+    yield from _memory(footprint(files.config, fp8=True), cards_gib)
     yield "with --fp8 --text-encoder-device cpu"
     yield from _memory(footprint(files.config, fp8=True, text_encoder_on_host=True), cards_gib)
 
