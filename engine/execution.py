@@ -99,10 +99,11 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # one for all: cuBLAS keeps a workspace for each
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """As Recorder. Raises RecordingError where a graph cannot hold the work, as when it waits for the device."""
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             work()  # compiles, tunes, and makes what libraries keep for themselves
