@@ -105,6 +105,8 @@ def _see(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_at: tl.tensor,
+    value_at: tl.tensor,
     seen: tl.tensor,
     factor: tl.tensor,
     best: tl.tensor,
@@ -117,21 +119,21 @@ def _see(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One tile of keys into the running softmax; in all but the last tile every key is seen.
 
-    keys, values: (BLOCK_N,) where each token's begin. seen: (BLOCK_N,) which of them count.
+    key_at, value_at: (BLOCK_N,) where each token's numbers begin in `keys` and `values`. seen: (BLOCK_N,) which count.
     best: (BLOCK_M,) highest score so far, in powers of two. total: (BLOCK_M,) sum of the weights, and acc: (BLOCK_M,
     BLOCK_D) of the weighted values, both relative to `best`. Returns the three anew.
     """
     width = tl.arange(0, BLOCK_D)[None, :]
     # A constant mask costs nothing: the compiler drops it.
     real = seen[:, None] & (width < HEAD_DIM if HEAD_DIM < BLOCK_D else tl.full((1, BLOCK_D), True, tl.int1))
-    key = tl.load(keys[:, None] + width, mask=real, other=0.0)
+    key = tl.load(keys + (key_at[:, None] + width), mask=real, other=0.0)
     scores = tl.dot(q, tl.trans(key), input_precision="ieee")
     if LAST:
         scores = tl.where(seen[None, :], scores, float("-inf"))
     higher = tl.maximum(best, tl.max(scores, 1) * factor)
     weights = tl.exp2(scores * factor - higher[:, None])
     fade = tl.exp2(best - higher)
-    value = tl.load(values[:, None] + width, mask=real, other=0.0)
+    value = tl.load(values + (value_at[:, None] + width), mask=real, other=0.0)
     acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
     return higher, total * fade + tl.sum(weights, 1), acc
 
@@ -176,33 +178,40 @@ def kernel(
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # Keys are one line: those of the window, then the current ones. A tile may have some of both.
+    every = tl.full((BLOCK_N,), True, tl.int1)
+    # The current keys first, of which there is one at least: from then on no row is without a finite score.
+    k += head + first * k_stride
+    v += head + first * v_stride
+    whole = (length - 1) // BLOCK_N * BLOCK_N
+    for start in range(0, whole, BLOCK_N):
+        at = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
+        best, total, acc = _see(
+            queries, k, v, at * k_stride, at * v_stride, every, factor, best, total, acc,
+            HEAD_DIM, BLOCK_N, BLOCK_D, LAST=False,
+        )  # fmt: skip
+    at = (whole + tl.arange(0, BLOCK_N)).to(tl.int64)
+    best, total, acc = _see(
+        queries, k, v, at * k_stride, at * v_stride, at < length, factor, best, total, acc,
+        HEAD_DIM, BLOCK_N, BLOCK_D, LAST=True,
+    )  # fmt: skip
+    # Then the window's. A last tile of it may have none.
     visible = tl.load(visible + branch)
     table += branch * table_size
     k_cache += head
     v_cache += head
-    k += head + (first - visible) * k_stride
-    v += head + (first - visible) * v_stride
-    every = tl.full((BLOCK_N,), True, tl.int1)
-    # The last tile holds one key at least: no row is ever without a finite score.
-    last = (visible + length - 1) // BLOCK_N * BLOCK_N
+    whole = visible // BLOCK_N * BLOCK_N
     slot = _slots(table, 0, visible, PAGE, BLOCK_N)
-    for start in range(0, last, BLOCK_N):
+    for start in range(0, whole, BLOCK_N):
         following = _slots(table, start + BLOCK_N, visible, PAGE, BLOCK_N)
-        at = start + tl.arange(0, BLOCK_N)
         best, total, acc = _see(
-            queries,
-            tl.where(at < visible, k_cache + slot * stride, k + at * k_stride),
-            tl.where(at < visible, v_cache + slot * stride, v + at * v_stride),
-            every, factor, best, total, acc, HEAD_DIM, BLOCK_N, BLOCK_D, LAST=False,
+            queries, k_cache, v_cache, slot * stride, slot * stride, every, factor, best, total, acc,
+            HEAD_DIM, BLOCK_N, BLOCK_D, LAST=False,
         )  # fmt: skip
         slot = following
-    at = last + tl.arange(0, BLOCK_N)
+    seen = whole + tl.arange(0, BLOCK_N) < visible
     best, total, acc = _see(
-        queries,
-        tl.where(at < visible, k_cache + slot * stride, k + at * k_stride),
-        tl.where(at < visible, v_cache + slot * stride, v + at * v_stride),
-        at < visible + length, factor, best, total, acc, HEAD_DIM, BLOCK_N, BLOCK_D, LAST=True,
+        queries, k_cache, v_cache, slot * stride, slot * stride, seen, factor, best, total, acc,
+        HEAD_DIM, BLOCK_N, BLOCK_D, LAST=True,
     )  # fmt: skip
     result = out + head + (first + token) * stride + width
     tl.store(result, (acc * (1 / total)[:, None]).to(out.dtype.element_ty), mask=real)
