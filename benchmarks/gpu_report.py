@@ -1,10 +1,12 @@
 """What a run on a GPU prints, row by row, and what it is judged by."""
 
+import json
 import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 def show(*lines: str) -> None:
@@ -12,12 +14,41 @@ def show(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
+@dataclass
+class _Table:
+    """What rows are said to belong to, and the file that takes each as a line of JSON when it is shown."""
+
+    path: Path | None = None
+    part: str = ""
+    columns: tuple[str, ...] = ()
+
+
+_table = _Table()
+
+
+def write_rows_to(path: Path | None) -> None:
+    """Have each row from here on appended to a file too, as one line: what a run that dies has measured is there."""
+    _table.path = path
+
+
+def begin_part(name: str) -> None:
+    _table.part = name
+
+
 def begin_table(*columns: str) -> None:
+    _table.columns = columns
     show("", _row(columns), "|---" * len(columns) + "|")
 
 
 def show_row(*cells: str) -> None:
     show(_row(cells))
+    write_row(dict(zip(_table.columns, cells, strict=True)))
+
+
+def write_row(row: dict[str, object]) -> None:
+    if _table.path is not None:
+        with _table.path.open("a") as file:
+            file.write(json.dumps({"part": _table.part} | row) + "\n")
 
 
 def _row(cells: tuple[str, ...]) -> str:
@@ -55,6 +86,7 @@ class Verdict:
             traceback.print_exc()
             reason = (str(error).splitlines() or ["no reason given"])[0]
             self.faults.append(f"{what}: {type(error).__name__}: {reason}")
+            write_row({"fault": self.faults[-1]})
 
     def conclude(self) -> int:
         """Say which bounds were not kept; returns the exit code, 1 where there is one."""

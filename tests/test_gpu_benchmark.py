@@ -1,6 +1,9 @@
 """The GPU benchmark's road, walked on the CPU; what it holds a run to; and the operations that it counts."""
 
+import json
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,33 +15,91 @@ from benchmarks.gpu_model import RandomWeights, droid_14b, load
 from benchmarks.gpu_report import Verdict
 from benchmarks.gpu_speed import Way, time_calls
 from engine.config import parse_config
+from tests.fake_cuda import fake_cuda
 from tests.golden import Mode, Report
+from tests.test_start_on_cuda import small
 
 CPU = torch.device("cpu")
 DROID = parse_config(droid_14b())
 
 
-def test_the_road_is_walked_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_road_is_walked_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr(gpu, "STEP_CACHES", ("mask-8",))
-    assert gpu.main(["--device", "cpu", "--size", "tiny", "--calls", "1"]) == 0
+    rows = tmp_path / "rows.jsonl"
+    assert gpu.main(["--device", "cpu", "--size", "tiny", "--calls", "1", "--rows", str(rows)]) == 0
     printed = capsys.readouterr().out
     at = 0
     for row in (
+        "| started | cpu | eager | sdpa |",
+        "| pytest -m gpu | 0 |",
+        "| float32, eager, mask-5 | 5.0 |",
+        "| the 15 longest kernels of one continued call |",
         "| golden session in float32, largest error (at most 1e-04) |",
         "| eager | ",
         "| 238 of 238 |",
         "| sdpa |",
+        "| model |",
+        "| a restart: an image and 32 grey frames |",
+        "| fp8, eager, mask-5 | 5.0 |",
         "| eager, mask-5, branches separate | 0.0e+00 | 0.0e+00 |",
         "| eager, mask-5 |",
-        "| float32, eager, mask-8 | 8.0 |",
-        "| float32, eager, mask-8, branches separate | 8.0 |",
+        "| float32, eager, mask-5, branches separate | 5.0 |",
         "| float32, eager, mask-5, 3 sessions | 5.0 |",
-        "| fp8, eager, mask-8 | 8.0 |",
+        "| float32, eager, mask-8 | 8.0 |",
         "Everything is within its bounds.",
     ):
         assert row in printed[at:], row
         at = printed.index(row, at)
     assert "missed" not in printed
+    kept = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert list(dict.fromkeys(row["part"] for row in kept)) == list(gpu.PARTS)
+    assert next(row for row in kept if row["part"] == "golden")["DiT forwards"] == "238 of 238"
+
+
+def test_the_server_s_start_and_the_main_number_go_through_on_a_cuda_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(gpu.BUILTIN_CONFIGS, "small", small())
+    profile = gpu.profile  # of this build of torch, which has none for CUDA
+    monkeypatch.setattr(gpu, "profile", lambda activities: profile(activities=activities[:1]))
+    monkeypatch.setattr(gpu, "PARTS", {name: (work, 3600) for name, (work, _) in gpu.PARTS.items()})
+    parts = ["--parts", "start,main", "--rows", str(tmp_path / "rows.jsonl")]
+    with fake_cuda() as cuda:
+        assert gpu.main(["--size", "small", "--calls", "1", *parts]) == 0
+    printed = capsys.readouterr().out
+    assert "| started | cuda:0 | graph | triton |" in printed
+    assert "| bfloat16, graph, mask-5 | 5.0 |" in printed
+    assert cuda.used == {0}
+
+
+def test_a_part_that_fails_or_takes_too_long_leaves_the_others_to_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails(run: gpu.Run) -> None:
+        raise RuntimeError("no kernel image")
+
+    def never_ends(run: gpu.Run) -> None:
+        while True:
+            time.sleep(0.01)
+
+    def fine(run: gpu.Run) -> None:
+        gpu.begin_table("a table", "a number")
+        gpu.show_row("a row", "1")
+
+    monkeypatch.setattr(gpu, "PARTS", {"a": (fails, 1), "b": (never_ends, 1), "c": (fine, 1)})
+    monkeypatch.setattr(gpu, "ON_CPU_TIMES", 1)
+    rows = tmp_path / "rows.jsonl"
+    assert gpu.main(["--device", "cpu", "--size", "tiny", "--parts", "a,b,c", "--rows", str(rows)]) == 1
+    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("BEYOND")]
+    assert [fault.partition(": ")[2] for fault in faults] == [
+        "part a: RuntimeError: no kernel image",
+        "part b: TimeoutError: not done in 1 s",
+    ]
+    assert json.loads(rows.read_text().splitlines()[-1]) == {"part": "c", "a table": "a row", "a number": "1"}
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cpu", "--parts", "a,d"])
 
 
 def test_a_golden_session_beyond_tolerance_is_a_fault(
