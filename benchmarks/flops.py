@@ -36,7 +36,7 @@ class Flops:
         return self.linear / linear_rate + self.attention / attention_rate
 
 
-def call_flops(config: ModelConfig, start_frame: int, steps_run: int) -> Flops:
+def call_flops(config: ModelConfig, start_frame: int, steps_run: float) -> Flops:
     """Of one call that denoises the frames from `start_frame` on, with `steps_run` computed steps, both branches."""
     dit = config.dit
     prefilled = min(start_frame, dit.num_frame_per_block)

@@ -29,6 +29,15 @@ def require_fp8(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(f"fp8: expected dtype bfloat16 on CUDA, found {str(dtype).removeprefix('torch.')!r}")
 
 
+def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model in `dtype` on `device` gains by such layers: a CPU computes them in software."""
+    try:
+        require_fp8(device, dtype)
+    except ValueError:
+        return False
+    return device.type == "cuda"
+
+
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     """Values (rows, n) of any floating dtype as float8_e4m3fn, contiguous, and the rows' scales (rows,) float32.
 

@@ -17,10 +17,11 @@ from engine.device_faults import DeviceUnavailable, is_lost, is_out_of_memory
 from engine.embodiment import EmbodimentError
 from engine.embodiment_file import read_embodiment
 from engine.execution import EXECUTIONS, graph_copies_bytes
-from engine.fp8 import require_fp8
+from engine.fp8 import has_fp8, require_fp8
 from engine.model import load_model, weight_bytes
 from engine.one_line import one_line
 from engine.policy import Policy
+from engine.presets import Preset, resolve
 from engine.rollout import Rollout, RolloutSettings
 from engine.settings import EngineSettings
 from engine.statistics import StatisticsError
@@ -71,12 +72,14 @@ def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Poli
 
 
 def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
-    rollout_settings = _rollout_settings(settings)
     device = _device(settings.device)
     dtype = _dtype(settings.dtype, device)
+    preset = _preset(settings, device, dtype)
+    rollout_settings = _rollout_settings(settings, preset)
     text_encoder_device = device if settings.text_encoder_device == "auto" else torch.device("cpu")
-    if settings.fp8:
+    if preset.fp8:
         _require_fp8(device, dtype)
+    logger.info("preset %s", preset)
     embodiment = read_embodiment(settings.embodiment)
     report("reading the checkpoint")
     checkpoint = open_checkpoint(settings.checkpoint, settings.base_checkpoint, settings.revision, settings.tokenizer)
@@ -91,12 +94,12 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     least = one_session_bytes(geometry, _window(checkpoint.config))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # libraries and graphs work on the thread's current one
-        sizes = weight_bytes(checkpoint.config, dtype, settings.fp8, text_encoder_device != device)
+        sizes = weight_bytes(checkpoint.config, dtype, preset.fp8, text_encoder_device != device)
         with _of_the_device():
             require_memory(torch.cuda.mem_get_info(device)[0], sizes.device, least)
     report("loading weights")
     model = load_model(
-        checkpoint.config, checkpoint.weights, device, dtype, settings.fp8, text_encoder_device,
+        checkpoint.config, checkpoint.weights, device, dtype, preset.fp8, text_encoder_device,
         settings.vae_channels_last,
     )  # fmt: skip
     if unused := checkpoint.entries - model.entry_shapes().keys():
@@ -128,7 +131,7 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved)
     is_measured = device.type == "cuda" and settings.kv_bytes is None
     with _of_the_device() if is_measured else nullcontext():
-        policy = Policy(checkpoint, *serve_from(available, rollout_settings), transforms)
+        policy = Policy(checkpoint, *serve_from(available, rollout_settings), transforms, preset)
     if settings.warm_up != "off":
         _warm_up(policy, settings, report)
     return policy
@@ -207,10 +210,17 @@ def _execution(settings: EngineSettings, device: torch.device, dtype: torch.dtyp
     return "graph" if recordable and is_recordable else "compile"
 
 
-def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
+def _preset(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> Preset:
+    try:
+        return resolve(settings, has_fp8(device, dtype))
+    except ValueError as error:
+        raise _SettingError(str(error)) from error
+
+
+def _rollout_settings(settings: EngineSettings, preset: Preset) -> RolloutSettings:
     """Raises _SettingError naming the setting that is out of range."""
     for name, valid, expected in (
-        ("steps", settings.steps >= 1, "1 or more"),
+        ("steps", preset.steps >= 1, "1 or more"),
         ("guidance-scale", math.isfinite(settings.guidance_scale), "a finite number"),
         ("sigma-shift", 0 < settings.sigma_shift < math.inf, "a number above 0"),
         ("seed", 0 <= settings.seed < 2**63, "0 to 2**63 - 1"),
@@ -225,12 +235,12 @@ def _rollout_settings(settings: EngineSettings) -> RolloutSettings:
             raise _SettingError(f"{name}: expected {expected}, found {getattr(settings, name.replace('-', '_'))!r}")
     try:
         step_cache = parse_step_cache(
-            settings.step_cache, settings.steps, settings.velocity_thresholds, settings.velocity_countdowns
+            preset.step_cache, preset.steps, settings.velocity_thresholds, settings.velocity_countdowns
         )
     except ValueError as error:
         raise _SettingError(str(error)) from error
     return RolloutSettings(
-        steps=settings.steps,
+        steps=preset.steps,
         guidance_scale=settings.guidance_scale,
         sigma_shift=settings.sigma_shift,
         seed=settings.seed,

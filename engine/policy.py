@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.checkpoint.opening import Checkpoint
 from engine.embodiment import Embodiment, Observation
+from engine.presets import Preset
 from engine.rollout import Rollout
 from engine.session import BUFFERED_FRAMES, Session, Window
 from engine.text import LONGEST_PROMPT
@@ -67,11 +68,14 @@ class Policy:
     slowest_call: seconds that the slowest call so far took, those of the warm-up included.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rollout: Rollout, cache: KVCache, transforms: Transforms) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, rollout: Rollout, cache: KVCache, transforms: Transforms, preset: Preset
+    ) -> None:
         self._checkpoint = checkpoint
         self._rollout = rollout
         self._cache = cache
         self._transforms = transforms
+        self._preset = preset
         self._sessions: dict[str, Session] = {}
         self.slowest_call = 0.0
 
@@ -169,6 +173,7 @@ class Policy:
             "device": str(self._rollout.device),
             "dtype": str(self._rollout.dtype).removeprefix("torch."),
             "attention_backend": self._cache.paged.backend,
+            "preset": self._preset.info(),
             "execution": self._rollout.execution,
             "execution_reason": self._rollout.execution_reason,
             "guidance": "batched" if self._rollout.batched else "separate",

@@ -33,7 +33,7 @@ POSITIVE, NEGATIVE = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """How a call denoises; the defaults are the release's.
+    """How a call denoises; by default every step runs, with the release's numbers for the rest.
 
     seed_per_session: whether each call of each session has noise of its own, which follows from the seed, the
         session's key and the number of its calls; otherwise the noise is the same at every call.

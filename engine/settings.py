@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Everything that decides how a policy is loaded and run. Defaults are the public release's (spec section 4).
+    """Everything that decides how a policy is loaded and run. Defaults do what the public release does unless told
+    otherwise (spec section 4).
 
     checkpoint: "tiny", "mid", "droid-2l" or "wan22-tiny" (built in, synthetic weights), a directory in the release's
     layout, or the hub id of one.
@@ -14,16 +15,20 @@ class EngineSettings:
     it is not the release's, google/umt5-xxl.
     embodiment: the kind of robot: "oxe_droid", or a YAML file that describes another one (docs/embodiments.md).
     device: a torch device, or "auto" for CUDA where there is one and the CPU elsewhere.
-    steps: denoising steps of a call. guidance_scale: weight of the conditional video velocity.
+    preset: quality against speed: "release" computes 8 of 16 steps, as the release does (--steps 16 --step-cache
+    mask-8), "quality" all of them (--steps 16 --step-cache none), "fast" 5 (--steps 16 --step-cache mask-5), with --fp8
+    where the card has it. A setting given singly takes the preset's place.
+    steps: denoising steps of a call (default: the preset's). guidance_scale: weight of the conditional video velocity.
     sigma_shift: shift of the noise schedule.
     seed: of the noise. seed_per: "call" for the same noise at every call, as the release does, or "session" for noise
     of its own at every call of every session, which a session of the same id gets again.
     step_cache: which steps the model computes: all ("none"), 5 to 8 of 16 ("mask-5" to "mask-8"), or as the velocity
-    turns ("velocity"). velocity_thresholds: cosine similarities above which "velocity" skips steps, falling.
+    turns ("velocity") (default: the preset's, or "none" where steps are given that its mask is not made for).
+    velocity_thresholds: cosine similarities above which "velocity" skips steps, falling.
     velocity_countdowns: how many steps it skips above each.
     dtype: "float32", "bfloat16", or "auto" for bfloat16 on CUDA and float32 elsewhere.
     fp8: multiply in 8-bit floating point in the transformer's blocks: half their weights' memory; on CUDA from
-    capability 8.9 (Ada, Hopper) on.
+    capability 8.9 (Ada, Hopper) on (default: the preset's).
     text_encoder_device: "auto" for where the rest of the model is, or "cpu" to keep the text encoder off the GPU: 9 GB
     less there, and a longer wait for each new prompt.
     execution: how the transformer runs: "eager", "compile" (torch.compile), "graph" (compiled and replayed as CUDA
@@ -45,16 +50,17 @@ class EngineSettings:
     tokenizer: str | None = None
     embodiment: str = "oxe_droid"
     device: str = "auto"
-    steps: int = 16
+    preset: str = "release"
+    steps: int | None = None
     guidance_scale: float = 5.0
     sigma_shift: float = 5.0
     seed: int = 1140
     seed_per: str = "call"
-    step_cache: str = "none"
+    step_cache: str | None = None
     velocity_thresholds: str = "0.95,0.93"
     velocity_countdowns: str = "4,2"
     dtype: str = "auto"
-    fp8: bool = False
+    fp8: bool | None = None
     text_encoder_device: str = "auto"
     execution: str = "auto"
     guidance: str = "batched"

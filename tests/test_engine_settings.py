@@ -53,7 +53,11 @@ def counted(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
     ("flags", "steps", "runs"),
     [
         ((), 3, 3),
-        ((), 16, 16),
+        ((), 16, 8),
+        (("--preset", "quality"), 16, 16),
+        (("--preset", "fast"), 16, 5),
+        (("--preset", "fast"), 3, 3),
+        (("--preset", "fast", "--step-cache", "none"), 16, 16),
         (("--step-cache", "mask-5"), 16, 5),
         (("--step-cache", "mask-8"), 16, 8),
         (("--step-cache", "velocity", "--velocity-thresholds", "-0.99", "--velocity-countdowns", "3"), 16, 5),
@@ -73,6 +77,18 @@ def test_numbers_change_the_actions(plain: np.ndarray, flags: tuple[str, ...]) -
     changed = actions(load(*flags))
     assert np.isfinite(changed).all()
     assert np.abs(changed - plain).max() > 1e-4
+
+
+def test_a_policy_says_what_its_preset_stands_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the environment gives a setting singly."""
+    environment = {"DREAMZERO_PRESET": "fast", "DREAMZERO_STEP_CACHE": "velocity"}
+    settings = parse_settings(["--device", "cpu", "--warm-up", "off"], environment).engine
+    with caplog.at_level("INFO"):
+        policy = load_policy(settings, lambda _: None)
+    assert policy.info()["preset"] == {
+        "name": "fast", "steps": 16, "step_cache": "velocity", "fp8": False, "given": ["step_cache"]
+    }  # fmt: skip
+    assert "preset fast: --steps 16 --step-cache velocity --no-fp8 (step-cache given)" in caplog.messages
 
 
 def test_the_defaults_are_the_release_s(plain: np.ndarray) -> None:
@@ -131,6 +147,7 @@ def test_dtype(plain: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--preset", "best"), "preset: expected one of release, quality, fast, found 'best'"),
         (("--steps", "0"), "steps: expected 1 or more, found 0"),
         (("--guidance-scale", "nan"), "guidance-scale: expected a finite number, found nan"),
         (("--sigma-shift", "0"), "sigma-shift: expected a number above 0, found 0.0"),

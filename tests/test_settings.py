@@ -28,7 +28,7 @@ def test_every_setting_of_server_and_engine_can_be_given_both_ways() -> None:
     for field in (*dataclasses.fields(ServerSettings), *dataclasses.fields(EngineSettings)):
         if field.name in ("engine", "api_key_file"):
             continue
-        usual = "yes" if field.type is bool else "7"
+        usual = "yes" if field.type in (bool, bool | None) else "7"
         values[field.name] = odd.get(field.name, usual)
     flags = [
         part
