@@ -58,7 +58,7 @@ class Way:
 def every_way(device: str, execution: str) -> list[Way]:
     """The presets in the device's usual dtype, the velocity cache beside them, and `fast` as a card with fp8 has it."""
     usual = Mode(device=device, execution=execution, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
-    in_fp8 = replace(usual, dtype=torch.bfloat16, fp8=True)
+    in_fp8 = replace(usual, fp8=True)
     plain = [PRESETS["quality"], PRESETS["release"], replace(PRESETS["fast"], fp8=False), BESIDE_FAST]
     return [*(Way(preset, usual) for preset in plain), Way(PRESETS["fast"], in_fp8)]
 

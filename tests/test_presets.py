@@ -65,10 +65,10 @@ def test_the_table_of_presets_is_made_from_real_calls(capsys: pytest.CaptureFixt
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:3] == "| `"]
     assert [row[0] for row in rows] == ["quality", "release", "fast", "velocity", "fast"]
     assert [row[3] for row in rows[:3]] == ["16.0", "8.0", "5.0"]
-    assert [row[4] for row in rows[:3]] == ["1,733", "909", "599"]
+    assert [row[4] for row in rows[:3]] == ["1,734", "909", "599"]
     assert rows[0][5] == "1.00"
     assert rows[4][5] == "", "computed in software"
-    assert rows[4][1:3] == ["--steps 16 --step-cache mask-5 --fp8", "bfloat16"]
+    assert rows[4][1:3] == ["--steps 16 --step-cache mask-5 --fp8", "float32"]
     video = [float(row[6].removesuffix(" dB")) for row in rows]
     joints = [float(row[7].removesuffix(" rad")) for row in rows]
     assert video[0] > 100 > video[1] > video[2] > 5
