@@ -1,7 +1,7 @@
 """Whose turn it is: what waits for the engine, shared out fairly between those who ask."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -46,9 +46,6 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return len(self._places)
-
-    def __iter__(self) -> Iterator[Item]:
-        return (place.item for place in self._places)
 
     def add(self, peer: Peer, item: Item) -> Item | None:
         """Have an item wait; the one that has to give way for it, perhaps itself, None where there is room."""

@@ -1,8 +1,8 @@
-"""The thread that owns the device: jobs in, futures out, one at a time, in order.
+"""The thread that owns the device: jobs in, futures out, one at a time.
 
-The policy is loaded, run and dropped on this thread and nowhere else. Calls, resets and session ends share one
-queue, so nothing overtakes or interleaves with a forward. Work that can wait has a queue of its own, which has its
-turn, one piece at a time, when the other is empty.
+The policy is loaded, run and dropped on this thread and nowhere else, so nothing interleaves with a forward. Those who
+call take turns. Ends of sessions come first: they are short, and no call of the session waits any more when one is
+queued. Work that can wait has a queue of its own, which has its turn, one piece at a time, when nothing else waits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.device_faults import is_lost, is_out_of_memory
 from engine.embodiment import Observation
+from engine.fair_queue import FairQueue, Peer
 from engine.watchdog import Watchdog
 
 if TYPE_CHECKING:  # the loop itself must start, and say that it loads, before torch is imported
@@ -68,12 +69,12 @@ class LoopStats:
 @dataclass(eq=False)
 class _Job:
     run: Callable[[Policy], Any]
-    is_call: bool
+    session_id: str | None = None
     future: Future[Any] = field(default_factory=Future)
 
 
 class EngineLoop:
-    """Runs a policy's jobs first come, first served.
+    """Runs a policy's jobs: those of different callers in turns, see FairQueue.
 
     load: makes the policy; called on the engine's thread with a function that takes what loading is doing, in words.
     max_queue: how many calls may wait behind the running one. recorder: is given each call's result and each session's
@@ -93,7 +94,8 @@ class EngineLoop:
         self._load = load
         self._max_queue = max_queue
         self._recorder = recorder
-        self._jobs: deque[_Job] = deque()
+        self._calls: FairQueue[_Job] = FairQueue(room=max_queue)
+        self._ends: deque[_Job] = deque()
         self._spare: deque[_Job] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -119,23 +121,50 @@ class EngineLoop:
         """None when calls are served, else why not (or not for certain), in words."""
         return self._not_ready
 
-    def infer(self, session_id: str, observation: Observation) -> Future[TimedChunk]:
+    def infer(self, session_id: str, observation: Observation, peer: Peer | None = None) -> Future[TimedChunk]:
         """Queue one call of the policy. A future that is cancelled while it waits is never run.
 
-        Raises EngineBusy when `max_queue` calls wait already, EngineStopped after `stop` or the thread's death. The
-        future raises what the policy raised, or EngineStopped.
+        peer: who calls, the same object at each call; None for one that calls once.
+        Raises EngineBusy when `max_queue` calls wait already and this one has to give way, EngineStopped after `stop`
+        or the thread's death. The future raises what the policy raised, EngineBusy where the call gave way to a later
+        one, or EngineStopped.
         """
-        return self._submit(_Job(partial(self._call, time.monotonic(), session_id, observation), is_call=True))
+        job = _Job(partial(self._call, time.monotonic(), session_id, observation), session_id)
+        with self._wake:
+            if self._stopping:
+                raise EngineStopped(self._not_ready)
+            refused = self._calls.add(peer or Peer(), job)
+            self._wake.notify()
+        busy = f"{self._max_queue} calls are waiting already"
+        if refused is job:
+            raise EngineBusy(busy)
+        if refused is not None:
+            _fail([refused], EngineBusy(busy))
+        # After the lock is given back: the callback takes it, and runs at once if the job is done already.
+        # It knows the future alone: a future that knew its job would keep the images until a garbage collection.
+        job.future.add_done_callback(self._forget_if_cancelled)
+        return job.future
 
     def end_session(self, session_id: str) -> Future[None]:
-        """Queue the end of a session; never refused for a full queue. Raises EngineStopped as `infer` does."""
+        """Queue the end of a session, ahead of all calls; one of its own that still waits raises EngineStopped.
+
+        Never refused for a full queue. Raises EngineStopped as `infer` does.
+        """
 
         def run(policy: Policy) -> None:
             policy.end_session(session_id)
             if self._recorder is not None:
                 self._recorder.finish(session_id)
 
-        return self._submit(_Job(run, is_call=False))
+        job = _Job(run)
+        with self._wake:
+            if self._stopping:
+                raise EngineStopped(self._not_ready)
+            dropped = self._calls.discard(lambda call: call.session_id == session_id)
+            self._ends.append(job)
+            self._wake.notify()
+        _fail(dropped, EngineStopped("its session has ended"))
+        return job.future
 
     def spare(self, run: Callable[[Policy], Any]) -> Future[Any]:
         """Queue a small piece of work for when nothing else waits, after `stop` with draining too.
@@ -143,7 +172,7 @@ class EngineLoop:
         Raises EngineStopped after `stop` without it or the thread's death. The future raises what `run` raised, or
         EngineStopped.
         """
-        job = _Job(run, is_call=False)
+        job = _Job(run)
         with self._wake:
             if self._stopped:
                 raise EngineStopped(self._not_ready)
@@ -155,7 +184,7 @@ class EngineLoop:
         """What waits, what runs, what the policy holds. Cheap, from any thread."""
         policy = self._policy
         with self._wake:
-            waiting = self._waiting()
+            waiting = len(self._calls)
         return LoopStats(waiting, self._running is not None, policy.stats() if policy is not None else None)
 
     def stop(self, *, drain: bool) -> None:
@@ -169,31 +198,18 @@ class EngineLoop:
             self._not_ready = "shutting down"
             dropped = [] if drain else self._drop_all()
             self._wake.notify()
-        _fail(dropped, "the server is shutting down")
+        _fail(dropped, EngineStopped("the server is shutting down"))
 
     def join(self, timeout: float) -> bool:
         """Whether the thread has ended, or does so within `timeout` seconds. Neither a load nor a call is cut short."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _submit(self, job: _Job) -> Future[Any]:
-        with self._wake:
-            if self._stopping:
-                raise EngineStopped(self._not_ready)
-            if job.is_call and self._waiting() >= self._max_queue:
-                raise EngineBusy(f"{self._max_queue} calls are waiting already")
-            self._jobs.append(job)
-            self._wake.notify()
-        # After the lock is given back: the callback takes it, and runs at once if the job is done already.
-        # It knows the future alone: a future that knew its job would keep the images until a garbage collection.
-        job.future.add_done_callback(self._forget_if_cancelled)
-        return job.future
-
     def _drop_all(self) -> list[_Job]:
-        """Empty both queues for good; with the lock held."""
+        """Empty all queues for good; with the lock held."""
         self._stopped = True
-        dropped = [*self._jobs, *self._spare]
-        self._jobs.clear()
+        dropped = [*self._ends, *self._calls.discard(lambda call: True), *self._spare]
+        self._ends.clear()
         self._spare.clear()
         return dropped
 
@@ -202,14 +218,11 @@ class EngineLoop:
         with self._wake:
             self._wake.notify()
 
-    def _waiting(self) -> int:
-        return sum(job.is_call for job in self._jobs)
-
     def _forget_if_cancelled(self, future: Future[Any]) -> None:
         """Drop a cancelled job now: its place and its images are not kept until its turn."""
         if future.cancelled():
             with self._wake:
-                self._jobs = deque(job for job in self._jobs if job.future is not future)
+                self._calls.discard(lambda call: call.future is future)
 
     def _report(self, status: str) -> None:
         log.info(status)
@@ -242,7 +255,7 @@ class EngineLoop:
             self._stopping = True
             self._not_ready = reason
             dropped = self._drop_all()
-        _fail(dropped, reason)
+        _fail(dropped, EngineStopped(reason))
         if error is not None and self._recorder is not None:
             self._recorder.close()
         if not self.loaded.done():
@@ -278,12 +291,13 @@ class EngineLoop:
     def _next(self, ended: Callable[[], bool]) -> _Job | None:
         """The next job, a spare one where there is no other, or None when nothing is left and nothing will come."""
         with self._wake:
-            while not (self._jobs or self._spare or ended()):
+            while not (self._ends or self._calls or self._spare or ended()):
                 self._wake.wait()
-            for queue in (self._jobs, self._spare):
-                if queue:
-                    return queue.popleft()
-            return None
+            if self._ends:
+                return self._ends.popleft()
+            if self._calls:
+                return self._calls.pop()
+            return self._spare.popleft() if self._spare else None
 
     def _run(self, policy: Policy, job: _Job) -> None:
         if not job.future.set_running_or_notify_cancel():
@@ -353,10 +367,10 @@ class EngineLoop:
                 self._not_ready = f"{calls} calls in a row ran out of device memory" if lost else None
 
 
-def _fail(jobs: list[_Job], reason: str) -> None:
+def _fail(jobs: list[_Job], error: Exception) -> None:
     for job in jobs:
         if job.future.set_running_or_notify_cancel():
-            job.future.set_exception(EngineStopped(reason))
+            job.future.set_exception(error)
 
 
 def _settle(future: Future[Any], outcome: object) -> None:

@@ -14,9 +14,10 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
 from engine.embodiment import Observation
+from engine.fair_queue import Peer
 from engine.loop import EngineBusy, EngineStopped, TimedChunk
 from policy_server.link import RobotLink
-from policy_server.logs import log_event
+from policy_server.logs import LogBudget, log_event
 from policy_server.metrics import Metrics
 from policy_server.sessions import Session, SessionInUse, Sessions
 from protocol.codec import CodecError, Dialect, Limits, encode
@@ -34,6 +35,8 @@ waits instead, for which nobody is in such a hurry."""
 # A 4-frame observation (2.1 MB) takes about a millisecond to decode; what is larger would keep pings waiting.
 _LARGEST_DECODED_ON_EVENT_LOOP = 4 * 2**20
 _LONGEST_CLOSE_REASON = 123  # bytes
+_PAUSE_SECONDS = 0.005
+_LONGEST_PAUSE_SECONDS = 0.25
 
 
 class _RobotGone(Exception):
@@ -72,18 +75,22 @@ class Conversation:
     Whatever is wrong with a request is answered in text, and the conversation goes on. It ends when the robot
     leaves, falls silent, breaks the WebSocket protocol, does not read its replies, or the server closes it.
 
-    name: of the connection, unique in its server. replies_as_array: whether it takes nothing but the actions.
+    name: of the connection, unique in its server. peer: who the engine's queue takes it for. replies_as_array:
+    whether it takes nothing but the actions.
     """
 
-    def __init__(self, link: RobotLink, name: str, host: Host, replies_as_array: bool) -> None:
+    def __init__(self, link: RobotLink, name: str, peer: Peer, host: Host, replies_as_array: bool) -> None:
         self._link = link
         self._name = name
+        self._peer = peer
         self._host = host
         self._replies_as_array = replies_as_array
         self._closed = asyncio.ensure_future(link.wait_closed())
         self._previous_total_ms: float | None = None
         self._warned_of: set[str] = set()
         self._kind = "unknown"
+        self._fruitless = 0  # requests in a row that brought no actions
+        self._log_lines = LogBudget()
         self.idle = asyncio.Event()  # set while no request is being worked on
         self.idle.set()
 
@@ -102,6 +109,7 @@ class Conversation:
                 await self._answer(frame)
                 self.idle.set()
                 self._previous_total_ms = 1e3 * (time.monotonic() - arrived_at)
+                await self._pause()
         except _NotLoaded as error:
             await self._link.close(CloseCode.INTERNAL_ERROR, close_reason(error))
         except EngineStopped:
@@ -146,10 +154,39 @@ class Conversation:
         except Exception as error:
             reply, outcome = self._internal_error(error), "error"
         self._host.metrics.request(self._kind, outcome)
-        level = logging.DEBUG if outcome in ("ok", "error") else logging.INFO  # an error has its log line already
-        detail = {} if isinstance(reply, bytes) else {"reply": reply}
-        log_event(log, level, "request", connection=self._name, kind=self._kind, outcome=outcome, **detail)
+        if outcome == "ok":
+            self._fruitless = int(self._kind == "reset")
+        else:
+            self._fruitless += 1
+        self._log_request(outcome, {} if isinstance(reply, bytes) else {"reply": reply})
         await self._send(reply)
+
+    async def _pause(self) -> None:
+        """Take the next request a little later after one that brought no actions, and later with each in a row.
+
+        Such requests cost next to nothing, so that a few robots that send nothing else would have the interpreter to
+        themselves, which the engine's thread needs for each of its operations.
+        """
+        if self._fruitless:
+            seconds = min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * self._fruitless)
+            await asyncio.wait((self._closed,), timeout=seconds)
+
+    def _log_request(self, outcome: str, detail: dict[str, object]) -> None:
+        """Refused requests have a line each, as long as there are few of them."""
+        if outcome in ("ok", "error"):  # an error has its line already
+            level = logging.DEBUG
+        elif self._log_lines.take():
+            level = logging.INFO
+            detail = detail | self.left_out_of_log
+            self._log_lines.left_out = 0
+        else:
+            return
+        log_event(log, level, "request", connection=self._name, kind=self._kind, outcome=outcome, **detail)
+
+    @property
+    def left_out_of_log(self) -> dict[str, object]:
+        """How many lines were left out since one was written, for the next line; nothing where none were."""
+        return {"left_out": self._log_lines.left_out} if self._log_lines.left_out else {}
 
     async def _reply(self, frame: str | bytes) -> str | bytes:
         self._host.metrics.received(len(frame))
@@ -169,7 +206,7 @@ class Conversation:
         self._kind = "infer"
         session = await self._host.sessions.claim(self._name, request.session_id)
         observation = Observation(views=request.views, state=request.state, prompt=request.prompt)
-        timed = await self._result(self._host.sessions.infer(session, observation))
+        timed = await self._result(self._host.sessions.infer(session, observation, self._peer))
         self._host.metrics.call(timed)
         warnings = [*request.warnings, *timed.chunk.warnings]
         about = {"server_timing": self._timing(timed), "episode": _episode(session, timed), "warnings": warnings}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 
+from websockets.asyncio.server import ServerConnection
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
@@ -109,6 +110,15 @@ def told_by_proxy(request: Request | None) -> dict[str, str]:
     if addresses := request.headers.get_all("X-Forwarded-For"):
         fields["forwarded_for"] = ", ".join(addresses)
     return fields
+
+
+def asking_host(connection: ServerConnection) -> str:
+    """The address that a connection comes from, or that a proxy on this machine says it comes from."""
+    address = str((connection.remote_address or [""])[0])
+    forwarded = connection.request.headers.get_all("X-Forwarded-For") if connection.request is not None else []
+    if forwarded and address in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
+        return forwarded[-1].rpartition(",")[2].strip()
+    return address
 
 
 def _path(request: Request) -> str:

@@ -47,6 +47,31 @@ class RareEvent:
             self._times, self._quiet_until = 0, now + _SECONDS_BETWEEN_LINES
 
 
+class LogBudget:
+    """Lines that one connection may cause: so many at once, and then one in so many seconds.
+
+    left_out: lines that there was no room for; the caller says so in the next one, and counts anew. clock: seconds.
+    """
+
+    def __init__(self, at_once: int = 10, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = self._lines = float(at_once)
+        self._seconds = seconds
+        self._clock = clock
+        self._counted_at = clock()
+        self.left_out = 0
+
+    def take(self) -> bool:
+        """Whether there is room for a line, which is then used up."""
+        now = self._clock()
+        self._lines = min(self._most, self._lines + (now - self._counted_at) / self._seconds)
+        self._counted_at = now
+        if self._lines < 1:
+            self.left_out += 1
+            return False
+        self._lines -= 1
+        return True
+
+
 class TextFormatter(logging.Formatter):
     """`2026-01-31 12:00:00.000 INFO session start connection=3 session="episode 7"`."""
 

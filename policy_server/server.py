@@ -18,11 +18,12 @@ from websockets.http11 import Request, Response
 
 from engine.embodiment import EmbodimentError
 from engine.embodiment_file import read_embodiment
+from engine.fair_queue import Peer
 from engine.loop import EngineLoop, LoadPolicy
 from engine.recording import Recorder
 from policy_server.connection import Conversation, Host, close_reason
 from policy_server.descriptors import TooFewDescriptors, raise_limit
-from policy_server.http import Door, told_by_proxy
+from policy_server.http import Door, asking_host, told_by_proxy
 from policy_server.link import RobotLink
 from policy_server.logs import log_event
 from policy_server.metrics import Metrics
@@ -248,14 +249,16 @@ class PolicyServer:
         log_event(log, logging.INFO, "connection open", connection=name, **fields)
         path = websocket.request.path.partition("?")[0] if websocket.request is not None else ""
         as_array = self.settings.reply == "array" or path.rstrip("/").endswith(_ARRAY_PATH)
-        conversation = self._conversations[name] = Conversation(link, name, self._host, as_array)
+        asker = Peer(asking_host(websocket))
+        conversation = self._conversations[name] = Conversation(link, name, asker, self._host, as_array)
         try:
             await conversation.run()
             await websocket.close()
         finally:
             del self._conversations[name]
             code, reason = websocket.close_code, websocket.close_reason
-            log_event(log, logging.INFO, "connection close", connection=name, code=code, reason=reason)
+            left_out = conversation.left_out_of_log
+            log_event(log, logging.INFO, "connection close", connection=name, code=code, reason=reason, **left_out)
 
 
 def _tls(settings: ServerSettings) -> ssl.SSLContext | None:

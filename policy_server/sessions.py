@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.embodiment import Observation
+from engine.fair_queue import Peer
 from engine.loop import EngineLoop, EngineStopped, TimedChunk
 from policy_server.logs import log_event
 
@@ -106,9 +107,9 @@ class Sessions:
         claimant.last = session
         return session
 
-    def infer(self, session: Session, observation: Observation) -> Future[TimedChunk]:
+    def infer(self, session: Session, observation: Observation, peer: Peer) -> Future[TimedChunk]:
         """Queue a call for a claimed session. Raises EngineBusy or EngineStopped."""
-        future = self._engine.infer(session.key, observation)
+        future = self._engine.infer(session.key, observation, peer)
         session.in_engine = True
         return future
 

@@ -107,7 +107,7 @@ def test_jobs_run_in_order_on_one_thread_of_their_own(start) -> None:
     gate = Gate()
     loop, policy = start(gate)
     held = hold(loop, gate)
-    call(loop, "a")
+    call(loop, "b")
     loop.end_session("a")
     last = call(loop, "a")
     queued_at = time.monotonic()
@@ -115,12 +115,26 @@ def test_jobs_run_in_order_on_one_thread_of_their_own(start) -> None:
     waited = time.monotonic() - queued_at
     gate.opened.set()
     timed = last.result(SECONDS)
-    assert policy.events == ["infer gate", "infer a", "end a", "infer a"]
+    assert policy.events == ["infer gate", "end a", "infer b", "infer a"]
     assert len(policy.threads) == 1
     assert threading.get_ident() not in policy.threads
     assert timed.chunk.actions.shape == (24, 8)
     assert timed.wait_seconds >= waited
     assert held.result().wait_seconds >= 0
+
+
+def test_the_end_of_a_session_is_the_end_of_its_call_that_waits(start) -> None:
+    """Whoever asked has gone, and a call that ran after the end would be an episode that nobody ends."""
+    gate = Gate()
+    loop, policy = start(gate)
+    hold(loop, gate)
+    waiting = call(loop, "a")
+    ended = loop.end_session("a")
+    with pytest.raises(EngineStopped, match="its session has ended"):
+        waiting.result(SECONDS)
+    gate.opened.set()
+    ended.result(SECONDS)
+    assert policy.events == ["infer gate", "end a"]
 
 
 def test_times_tell_waiting_from_running(start) -> None:
@@ -143,7 +157,7 @@ def test_the_queue_is_bounded_for_calls_and_not_for_ends(start) -> None:
     call(loop, "a"), call(loop, "b")
     with pytest.raises(EngineBusy, match="2 calls are waiting"):
         call(loop, "c")
-    ended = [loop.end_session(name) for name in "abcd"]
+    ended = [loop.end_session(name) for name in "cdef"]
     assert loop.stats().waiting == 2
     gate.opened.set()
     for each in ended:

@@ -14,6 +14,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 
 from engine.embodiment import Observation
+from engine.fair_queue import Peer
 from engine.loop import TimedChunk
 from engine.policy import Chunk
 from engine.session import Window
@@ -127,7 +128,7 @@ async def test_a_robot_that_leaves_while_its_call_runs_costs_nobody_else_anythin
         await until(lambda: server.sessions.connected == 1)
         gate.open()
         assert "actions" in await two.reply()
-    assert policy.events[:3] == ["infer connection 1", "infer connection 2", "end connection 1"]
+    assert policy.events[:3] == ["infer connection 1", "end connection 1", "infer connection 2"]
 
 
 class BigAnswers:
@@ -241,9 +242,9 @@ async def test_images_are_let_go_with_their_call_not_at_the_next_garbage_collect
     async with serving(before, max_queue=1) as (server, _):
         infer = server.sessions.infer
 
-        def watched(session: Session, each: Observation) -> Future[TimedChunk]:
+        def watched(session: Session, each: Observation, peer: Peer) -> Future[TimedChunk]:
             seen.append((each.prompt, weakref.ref(each)))
-            return infer(session, each)
+            return infer(session, each, peer)
 
         server.sessions.infer = watched  # type: ignore[method-assign]
         one, two, three = [await Robot.connect(server) for _ in range(3)]

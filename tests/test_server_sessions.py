@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.fair_queue import Peer
 from engine.loop import EngineBusy
 from policy_server.sessions import SessionInUse, Sessions
 from tests.serving import Robot, get, observation, serving, until
@@ -178,7 +179,7 @@ class RecordingEngine:
         self.events: list[str] = []
         self.busy = False
 
-    def infer(self, key: str, seen: object) -> Future[Any]:
+    def infer(self, key: str, seen: object, peer: object) -> Future[Any]:
         if self.busy:
             raise EngineBusy
         self.events.append(f"infer {key}")
@@ -203,7 +204,7 @@ class Store(Sessions):
     async def call(self, connection: str, session_id: str | None) -> None:
         if connection not in self._connections:
             self.open(connection, always)
-        self.infer(await self.claim(connection, session_id), None)  # type: ignore[arg-type]
+        self.infer(await self.claim(connection, session_id), None, Peer())  # type: ignore[arg-type]
 
 
 async def test_an_id_cannot_be_mistaken_for_a_connection_without_one() -> None:
