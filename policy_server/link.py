@@ -7,6 +7,7 @@ is busy: simulators compute for minutes, and some libraries answer pings only wh
 import asyncio
 import contextlib
 import logging
+import select
 import socket
 from typing import Any
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 3.0
 """How long a robot may take to show a sign of life when somebody else comes with its session's id."""
+
+_LOOK_SECONDS = 1.0
 
 # The kernel at the other end answers for a process that is stopped or busy, and does not for a machine that is gone.
 _TCP_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 120_000}
@@ -90,21 +93,33 @@ class RobotLink(HttpConnection):
     async def watch(self, interval: float, patience: float) -> None:
         """Ping every `interval` seconds until the link ends, which it does after `patience` seconds without a byte.
 
+        While nothing is read, because messages of this robot wait to be worked on, nothing can be heard. Then the
+        system is asked, every second, whether the robot is still there; it knows once something was sent to a robot
+        whose own last bytes find no room here.
+
         patience: more than the interval.
         """
         with contextlib.suppress(ConnectionClosed):
+            pinged_at = self.loop.time()
             while True:
-                await asyncio.sleep(interval)
-                # While nothing is read, because messages of this robot wait to be worked on, nothing can be heard.
-                if self.transport.is_reading() and self.loop.time() - self._heard_at > patience:
-                    self._abort("robot is silent")
+                await asyncio.sleep(min(interval, _LOOK_SECONDS))
+                now = self.loop.time()
+                if self.transport.is_reading():
+                    if now - self._heard_at > patience:
+                        self._abort("robot is silent")
+                        return
+                    if now - pinged_at < interval:
+                        continue
+                elif self._is_hung_up():
+                    self._abort("robot vanished")
                     return
+                pinged_at = now
                 await self.ping()
 
     async def is_alive(self) -> bool:
         """Whether the robot shows a sign of life within PROBE_SECONDS, asked by a ping."""
         if not self.transport.is_reading():
-            return True
+            return not self._is_hung_up()
         self._heard.clear()
         try:
             async with asyncio.timeout(PROBE_SECONDS):
@@ -113,6 +128,14 @@ class RobotLink(HttpConnection):
         except (TimeoutError, ConnectionClosed):
             return False
         return True
+
+    def _is_hung_up(self) -> bool:
+        """Whether the robot's machine has ended the connection, whatever of it is still to be read."""
+        if self.transport.is_closing():
+            return True
+        asked = select.poll()
+        asked.register(self.transport.get_extra_info("socket"), getattr(select, "POLLRDHUP", 0))  # and for errors
+        return bool(asked.poll(0))
 
     def _let_go(self) -> None:
         """Free what was received of a message now, not at some garbage collection.

@@ -6,11 +6,12 @@ import dataclasses
 import importlib.metadata
 import itertools
 import logging
+import socket
 import ssl
 import time
 from functools import partial
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.frames import CloseCode
@@ -122,8 +123,7 @@ class PolicyServer:
         try:
             self._listener: Server = await serve(
                 self._converse,
-                settings.host,
-                settings.port,
+                **_where(settings),
                 process_request=self._process_request,
                 create_connection=cast(
                     type[ServerConnection],
@@ -259,6 +259,17 @@ class PolicyServer:
             code, reason = websocket.close_code, websocket.close_reason
             left_out = conversation.left_out_of_log
             log_event(log, logging.INFO, "connection close", connection=name, code=code, reason=reason, **left_out)
+
+
+def _where(settings: ServerSettings) -> dict[str, Any]:
+    """Where to listen, in the library's words. Raises OSError when an address of both families cannot be listened on.
+
+    Left to itself, asyncio takes IPv6 alone where "::" is asked for, which most programs take for every address.
+    """
+    if settings.host == "::" and socket.has_dualstack_ipv6():
+        address = (settings.host, settings.port)
+        return {"sock": socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True)}
+    return {"host": settings.host, "port": settings.port}
 
 
 def _tls(settings: ServerSettings) -> ssl.SSLContext | None:

@@ -29,7 +29,8 @@ class SettingsError(ValueError):
 class ServerSettings:
     """How the server listens, whom it admits, what it puts up with; and what its engine runs.
 
-    host: address to listen on. port: port to listen on; 0 takes a free one.
+    host: address to listen on; 0.0.0.0 for all of IPv4, :: for all of both. port: port to listen on; 0 takes a free
+    one.
     api_key: what clients must send as "Authorization: Api-Key ..."; better given by file or environment, which
     other users of the machine do not see. api_key_file: a file that holds the key and nothing else.
     tls_cert: certificate chain (PEM) for wss:// and https://. tls_key: its private key (PEM).

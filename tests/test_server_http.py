@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 import ssl
 import threading
 from collections.abc import Callable
@@ -256,6 +257,17 @@ async def test_who_does_not_finish_the_tls_handshake_is_cut_off(certificate: tup
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
         writer.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here that takes IPv4 too")
+async def test_the_address_of_everything_takes_ipv4_and_ipv6() -> None:
+    async with serving(host="::", api_key=KEY) as (server, _):
+        for host in ("127.0.0.1", "[::1]"):
+            headers = {"Authorization": f"Api-Key {KEY}"}
+            async with await Robot.connect(f"ws://{host}:{server.port}", additional_headers=headers) as robot:
+                assert robot.handshake == HANDSHAKE
+        with pytest.raises(SettingsError, match=f"port {server.port}: Address already in use"):
+            await PolicyServer(ServerSettings(host="::", port=server.port), lambda report: tiny_policy()).start()
 
 
 async def test_an_unusable_certificate_is_a_bad_setting(certificate: tuple[Path, Path]) -> None:

@@ -1,6 +1,7 @@
 """Many robots at once: order, bounds, robots that leave, that do not read and that fall silent."""
 
 import asyncio
+import contextlib
 import gc
 import socket
 import time
@@ -199,6 +200,31 @@ async def test_a_robot_that_does_not_wait_for_answers_is_read_no_further_than_tw
         assert sent < 2.8 * size  # what the system's buffers hold comes on top of the two
         robot.close()
         gate.open()
+
+
+@pytest.mark.parametrize("ahead", [3, 100])  # what fits between the two, and what does not
+async def test_a_robot_that_vanishes_with_messages_sent_ahead_is_noticed_and_its_calls_cost_no_inference(
+    ahead: int,
+) -> None:
+    gate = Gate()
+    message = Frame(Opcode.BINARY, wire.packb(observation(2))).serialize(mask=True)
+
+    def vanish(robot: socket.socket) -> None:
+        assert robot.recv(2**16)  # what it was greeted with; unread, it would make a reset of the end
+        robot.settimeout(1)
+        with contextlib.suppress(TimeoutError):
+            for _ in range(ahead):
+                robot.sendall(message)
+        robot.close()
+
+    async with serving(gate) as (server, policy), await Robot.connect(server) as holding:
+        await hold(holding, gate)
+        robots = [await asyncio.to_thread(open_websocket, server.port) for _ in range(4)]
+        await asyncio.gather(*(asyncio.to_thread(vanish, robot) for robot in robots))
+        await until(lambda: server.sessions.connected == 1 and server.engine.stats().waiting == 0)
+        gate.open()
+        assert "actions" in await holding.reply()
+    assert [event for event in policy.events if event.startswith("infer")] == ["infer connection 1"]
 
 
 async def test_a_robot_that_does_not_read_does_not_hold_up_the_end() -> None:
