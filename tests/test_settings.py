@@ -24,7 +24,7 @@ def test_nothing_given_is_the_defaults() -> None:
 
 def test_every_setting_of_server_and_engine_can_be_given_both_ways() -> None:
     values: dict[str, str] = {}
-    odd = {"log_level": "debug", "api_key": "k", "reply": "array", "ping_timeout": "8"}
+    odd = {"log_level": "debug", "api_key": "k", "allow_origin": "*", "reply": "array", "ping_timeout": "8"}
     for field in (*dataclasses.fields(ServerSettings), *dataclasses.fields(EngineSettings)):
         if field.name in ("engine", "api_key_file"):
             continue
