@@ -23,7 +23,7 @@ from clients.failures import is_answer_to_the_message, may_pass, reason
 from clients.sessions import Sessions
 from protocol.codec import CodecError, Dialect, decode, encode
 from protocol.handshake import HANDSHAKE
-from protocol.messages import RESET_REPLY
+from protocol.messages import RESET_REPLY, session_name
 
 logger = logging.getLogger("clients")
 
@@ -31,6 +31,7 @@ IO_ERRORS = (OSError, WebSocketException, ImportError)
 """What a step's I/O may raise into the generator (ImportError where a proxy needs a package); anything else is not for
 it to handle."""
 
+_LONG = 10**6  # seconds, for ever
 _REPLY_SECONDS = 600.0  # how long a reply is waited for where the caller does not say
 
 LARGEST_REPLY = 16 * 2**20
@@ -126,7 +127,11 @@ class Conversation:
         self.metadata: dict[str, Any] = {}
         self._address = server_address(host, port)
         self._server = self._address.shown
-        self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
+        # Else a server that loads for long would greet before it is ready, for clients that wait no longer.
+        patience = _LONG if connect_timeout is None else math.ceil(connect_timeout)
+        self._headers = {"Prefer": f"wait={patience}"}
+        if api_key:
+            self._headers["Authorization"] = f"Api-Key {api_key}"
         self._resend = resend
         self._connect_timeout = connect_timeout
         self._max_size = max_size
@@ -174,7 +179,7 @@ class Conversation:
         Raises PolicyError, ReplyLost, ReplyTimeout, ConnectFailed and CodecError.
         """
         frame = encode(dict(observation), Dialect.OPENPI)
-        name = _name(observation.get("session_id"))
+        name = session_name(observation.get("session_id"))
         self._sessions.use(caller, name)
         value = _decoded((yield from self._reply_to(frame, self._resend, call)))
         reply = {"actions": value} if isinstance(value, np.ndarray) else _map(value)
@@ -187,7 +192,7 @@ class Conversation:
         The message names the session, since after a reconnect the server cannot know it from the connection. Doing it
         twice is harmless, so it is always sent again where the reply got lost.
         """
-        name = self._sessions.last_of(caller) if session_id is None else _name(session_id)
+        name = self._sessions.last_of(caller) if session_id is None else session_name(session_id)
         if not self._sessions.can_be_told_apart(name):
             raise PolicyError("a session without a session_id cannot be reset after calls in others: give it one")
         request: dict[str, object] = {"endpoint": "reset"}
@@ -257,11 +262,6 @@ class Conversation:
 
 def _seconds_for_reply(call: Deadline) -> float:
     return _REPLY_SECONDS if call.seconds == math.inf else call.left()
-
-
-def _name(session_id: object) -> str | None:
-    """A session's name as the server reads it."""
-    return None if session_id is None else str(session_id)
 
 
 def _decoded(frame: bytes | str) -> object:

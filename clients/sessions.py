@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from protocol.errors import shortened
+from protocol.messages import without_numbers
 
 logger = logging.getLogger("clients")
 
@@ -70,8 +71,9 @@ class Sessions:
 
     def _warn(self, warning: str) -> None:
         warning = shortened(warning, _LONGEST_WARNING)
-        if warning in self._warned or len(self._warned) >= _MOST_WARNINGS:
+        kind = without_numbers(warning)
+        if kind in self._warned or len(self._warned) >= _MOST_WARNINGS:
             return
-        self._warned.add(warning)
+        self._warned.add(kind)
         last = "; further warnings are not logged" if len(self._warned) == _MOST_WARNINGS else ""
         logger.warning("the policy server warns: %s%s", warning, last)

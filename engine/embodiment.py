@@ -25,11 +25,13 @@ class Observation:
         model.
     state: state vector to (size,) floats.
     prompt: the task, as the robot's user wrote it.
+    enlarge_to: height and width that smaller frames are brought to first, where they are not the size of a camera's.
     """
 
     views: dict[str, np.ndarray]
     state: dict[str, np.ndarray]
     prompt: str
+    enlarge_to: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

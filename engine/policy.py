@@ -86,7 +86,7 @@ class Policy:
         """
         began = time.monotonic()
         newest = {view: frames[-BUFFERED_FRAMES:] for view, frames in observation.views.items()}
-        frames = self._transforms.stitch(newest)
+        frames = self._transforms.stitch(newest, observation.enlarge_to)
         state = self._transforms.normalize_state(observation.state)
         prompt = observation.prompt.strip()
         text = self._transforms.embodiment.prompt_text(prompt[:LONGEST_PROMPT])

@@ -43,10 +43,17 @@ class Transforms:
             )
         self._view = (height // rows, width // columns)
 
-    def stitch(self, views: Mapping[str, np.ndarray]) -> Tensor:
-        """One picture (T, h, w, 3) uint8 of frames (T, H, W, 3) uint8 of each view; a missing view is black."""
+    def stitch(self, views: Mapping[str, np.ndarray], enlarge_to: tuple[int, int] | None = None) -> Tensor:
+        """One picture (T, h, w, 3) uint8 of frames (T, H, W, 3) uint8 of each view; a missing view is black.
+
+        enlarge_to: height and width that frames of less height are brought to first. The share of a frame that is
+        cropped is whole pixels: of 126 rows it is another share than of 180, and what is seen would be shifted.
+        """
         frames = len(next(iter(views.values())))
-        rows = [torch.cat([self._place(cell, views, frames) for cell in row], dim=2) for row in self.embodiment.layout]
+        resized = {name: self._resize(view, enlarge_to) for name, view in views.items()}
+        rows = [
+            torch.cat([self._place(cell, resized, frames) for cell in row], dim=2) for row in self.embodiment.layout
+        ]
         return torch.cat(rows, dim=1)
 
     def normalize_state(self, state: Mapping[str, np.ndarray]) -> Tensor:
@@ -95,16 +102,17 @@ class Transforms:
             start += vector.size
         return actions.numpy()
 
-    def _place(self, cell: Cell, views: Mapping[str, np.ndarray], frames: int) -> Tensor:
+    def _place(self, cell: Cell, views: Mapping[str, Tensor], frames: int) -> Tensor:
         """A view of single size, each pixel repeated as its cell says."""
         if cell.view not in views:
             return torch.zeros((frames, self._view[0] * cell.height, self._view[1] * cell.width, 3), dtype=torch.uint8)
-        view = self._resize(views[cell.view])
-        return view.repeat_interleave(cell.width, dim=2).repeat_interleave(cell.height, dim=1)
+        return views[cell.view].repeat_interleave(cell.width, dim=2).repeat_interleave(cell.height, dim=1)
 
-    def _resize(self, frames: np.ndarray) -> Tensor:
+    def _resize(self, frames: np.ndarray, enlarge_to: tuple[int, int] | None) -> Tensor:
         """Frames (T, H, W, 3) uint8, cropped to their middle, at the size of a view: (T, h, w, 3) uint8."""
         pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255
+        if enlarge_to is not None and pixels.shape[2] < enlarge_to[0]:
+            pixels = interpolate(pixels, enlarge_to, mode="bilinear", align_corners=False)
         height, width = pixels.shape[2:]
         crop_height, crop_width = (max(1, int(self.embodiment.crop * side)) for side in (height, width))
         top, left = round((height - crop_height) / 2), round((width - crop_width) / 2)

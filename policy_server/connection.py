@@ -16,27 +16,33 @@ from websockets.frames import CloseCode
 from engine.embodiment import Observation
 from engine.fair_queue import Peer
 from engine.loop import EngineBusy, EngineStopped, TimedChunk
+from policy_server.http import Wishes
 from policy_server.link import RobotLink
 from policy_server.logs import LogBudget, log_event
 from policy_server.metrics import Metrics
-from policy_server.sessions import Session, SessionInUse, Sessions
+from policy_server.sessions import Gone, Session, SessionInUse, Sessions
 from protocol.codec import CodecError, Dialect, Limits, encode
-from protocol.messages import RESET_REPLY, InferRequest, RequestError, ResetRequest, infer_reply, read_request
+from protocol.messages import (
+    RESET_REPLY,
+    InferRequest,
+    RequestError,
+    ResetRequest,
+    infer_reply,
+    read_request,
+    without_numbers,
+)
 from protocol.observation_spec import ObservationSpec
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-GREETING_SECONDS = 20.0
-"""The handshake waits so long for a server that loads. Some robots give up on one that takes 30 s; their first request
-waits instead, for which nobody is in such a hurry."""
-
 # A 4-frame observation (2.1 MB) takes about a millisecond to decode; what is larger would keep pings waiting.
 _LARGEST_DECODED_ON_EVENT_LOOP = 4 * 2**20
 _LONGEST_CLOSE_REASON = 123  # bytes
 _PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
+_MOST_WARNINGS = 32  # logged of one connection
 
 
 class _RobotGone(Exception):
@@ -75,16 +81,16 @@ class Conversation:
     Whatever is wrong with a request is answered in text, and the conversation goes on. It ends when the robot
     leaves, falls silent, breaks the WebSocket protocol, does not read its replies, or the server closes it.
 
-    name: of the connection, unique in its server. peer: who the engine's queue takes it for. replies_as_array:
-    whether it takes nothing but the actions.
+    name: of the connection, unique in its server. peer: who the engine's queue takes it for. wishes: what its robot
+    asked for when it connected.
     """
 
-    def __init__(self, link: RobotLink, name: str, peer: Peer, host: Host, replies_as_array: bool) -> None:
+    def __init__(self, link: RobotLink, name: str, peer: Peer, host: Host, wishes: Wishes) -> None:
         self._link = link
         self._name = name
         self._peer = peer
         self._host = host
-        self._replies_as_array = replies_as_array
+        self._wishes = wishes
         self._closed = asyncio.ensure_future(link.wait_closed())
         self._previous_total_ms: float | None = None
         self._warned_of: set[str] = set()
@@ -96,10 +102,10 @@ class Conversation:
 
     async def run(self) -> None:
         """Hold the conversation until it ends, then let go of the sessions."""
-        self._host.sessions.open(self._name, self._link.is_alive)
+        self._host.sessions.open(self._name, self._link)
         watch = asyncio.ensure_future(self._link.watch(self._host.ping_interval, self._host.ping_timeout))
         try:
-            await self._until_loaded(GREETING_SECONDS)
+            await self._until_loaded(self._wishes.greeting_within)
             await self._send(encode(self._host.handshake, Dialect.OPENPI))
             while not self._closed.done():
                 frame = await self._link.recv()
@@ -114,7 +120,7 @@ class Conversation:
             await self._link.close(CloseCode.INTERNAL_ERROR, close_reason(error))
         except EngineStopped:
             await self._link.close(CloseCode.GOING_AWAY)
-        except (ConnectionClosed, _RobotGone):
+        except (ConnectionClosed, _RobotGone, Gone):
             pass  # the server logs every end of a connection
         finally:
             self.idle.set()
@@ -140,7 +146,7 @@ class Conversation:
         try:
             reply: str | bytes = await self._reply(frame)
             outcome = "ok"
-        except _RobotGone:
+        except (_RobotGone, Gone):
             self._host.metrics.request(self._kind, "abandoned")
             raise
         except (CodecError, RequestError) as error:
@@ -198,21 +204,20 @@ class Conversation:
             request = read_request(frame, self._host.spec, self._host.limits)
         if isinstance(request, ResetRequest):
             self._kind = "reset"
-            self._host.sessions.reset(self._name, request.session_ids)
+            await self._host.sessions.reset(self._name, request.session_ids)
             return RESET_REPLY
         return await self._infer(request)
 
     async def _infer(self, request: InferRequest) -> bytes:
         self._kind = "infer"
         session = await self._host.sessions.claim(self._name, request.session_id)
-        observation = Observation(views=request.views, state=request.state, prompt=request.prompt)
+        observation = Observation(request.views, request.state, request.prompt, request.enlarge_to)
         timed = await self._result(self._host.sessions.infer(session, observation, self._peer))
         self._host.metrics.call(timed)
         warnings = [*request.warnings, *timed.chunk.warnings]
-        about = {"server_timing": self._timing(timed), "episode": _episode(session, timed), "warnings": warnings}
-        session.answered()
+        about = {"server_timing": self._timing(timed), "episode": self._episode(session, timed), "warnings": warnings}
         self._log_warnings(warnings)
-        return infer_reply(request, timed.chunk.actions, about, as_array=self._replies_as_array)
+        return infer_reply(request, timed.chunk.actions, about, as_array=self._wishes.bare_array)
 
     async def _result(self, job: Future[Result]) -> Result:
         """The job's result; if the robot leaves first, the job is cancelled, which costs nothing if it still waits.
@@ -241,6 +246,18 @@ class Conversation:
         log_event(log, logging.DEBUG, "call", connection=self._name, **timing)
         return timing
 
+    def _episode(self, session: Session, timed: TimedChunk) -> dict[str, object]:
+        """Where the episode stands after a call.
+
+        call: its number in the episode. window: "continued", or why the call began a window: see engine.session.Window,
+        and "reset" for the first call after one. resumed: whether the robot has just come back on another connection.
+        """
+        window = str(timed.chunk.window)
+        if window == "new" and session.after_reset:
+            window = "reset"
+        resumed = self._host.sessions.resumed(self._name, session)
+        return {"call": timed.chunk.call, "window": window, "resumed": resumed}
+
     def _internal_error(self, error: Exception) -> str:
         """The robot learns the id under which the log has the traceback; with debug, the traceback too."""
         error_id = secrets.token_hex(4)
@@ -253,24 +270,12 @@ class Conversation:
         return text
 
     def _log_warnings(self, warnings: Iterable[str]) -> None:
-        """Each once a connection. What a warning is of is its first word; the rest may be other numbers each time."""
+        """Each once a connection, whatever its numbers."""
         for warning in warnings:
-            subject = warning.partition(" ")[0]
-            if subject not in self._warned_of:
-                self._warned_of.add(subject)
+            kind = without_numbers(warning)
+            if kind not in self._warned_of and len(self._warned_of) < _MOST_WARNINGS:
+                self._warned_of.add(kind)
                 log_event(log, logging.WARNING, "observation", connection=self._name, found=warning)
-
-
-def _episode(session: Session, timed: TimedChunk) -> dict[str, object]:
-    """Where the episode stands after a call.
-
-    call: its number in the episode. window: "continued", or why the call began a window: see engine.session.Window,
-    and "reset" for the first call after one. resumed: whether the robot came back on another connection.
-    """
-    window = str(timed.chunk.window)
-    if window == "new" and session.after_reset:
-        window = "reset"
-    return {"call": timed.chunk.call, "window": window, "resumed": session.resumed}
 
 
 def close_reason(error: BaseException) -> str:

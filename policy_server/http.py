@@ -4,6 +4,7 @@ import hmac
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -16,6 +17,25 @@ _METHODS = "GET, HEAD, OPTIONS"
 _KEY_SCHEMES = ("api-key", "bearer")  # of openpi's clients, of RoboLab's
 _RETRY_AFTER_SECONDS = "5"
 _SCHEME_AND_HOST = re.compile(r"^https?://[^/?]*", re.IGNORECASE)  # what proxies put before a path
+
+GREETING_SECONDS = 20.0
+"""The handshake waits so long for a server that loads. Some robots give up on one that takes 30 s; their first request
+waits instead, for which nobody is in such a hurry."""
+
+_ARRAY_PATH = "/v1/realtime/robot/openpi"  # of vLLM-Omni, whose clients take the bare array
+_WAIT = re.compile(r"\bwait=(\d{1,9})\b")  # RFC 7240
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a robot asks for by how it connects.
+
+    bare_array: to be answered with nothing but the actions. greeting_within: the handshake after so many seconds at
+    most, whether the server is ready or not.
+    """
+
+    bare_array: bool
+    greeting_within: float
 
 
 class Door:
@@ -100,6 +120,15 @@ class Door:
             return False
         scheme, _, key = given[0].partition(" ")
         return scheme.lower() in _KEY_SCHEMES and hmac.compare_digest(key.encode(), self._api_key.encode())
+
+
+def wishes(request: Request) -> Wishes:
+    """What a robot asks for when it opens a WebSocket, by its path and the header `Prefer: wait=SECONDS`."""
+    wait = _WAIT.search(", ".join(request.headers.get_all("Prefer")))
+    return Wishes(
+        bare_array=_path(request).rstrip("/").endswith(_ARRAY_PATH),
+        greeting_within=float(wait[1]) if wait else GREETING_SECONDS,
+    )
 
 
 def told_by_proxy(request: Request | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from websockets.asyncio.server import ServerConnection
 
 _LONGEST_HEAD = 2**16
 _END_OF_HEAD = re.compile(rb"\r?\n\r?\n")  # people type requests with bare line feeds
+_NO_HTTP = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 _ABOUT_A_BODY = (b"content-length", b"transfer-encoding", b"expect")
 
@@ -73,6 +74,12 @@ class HttpConnection(ServerConnection):
     def _receive_head(self, data: bytes) -> None:
         searched = max(0, len(self._head) - 3)
         self._head += data
+        if not self._head[:1].isalpha():
+            # Robots that try TLS here learn at once that there is none; a connection that just ends they try again.
+            self._stage = _Stage.ANSWER
+            self.transport.write(_NO_HTTP)
+            self.transport.close()
+            return
         end = _END_OF_HEAD.search(self._head, searched)
         if end is None and len(self._head) <= _LONGEST_HEAD:
             return

@@ -24,7 +24,7 @@ from engine.loop import EngineLoop, LoadPolicy
 from engine.recording import Recorder
 from policy_server.connection import Conversation, Host, close_reason
 from policy_server.descriptors import TooFewDescriptors, raise_limit
-from policy_server.http import Door, asking_host, told_by_proxy
+from policy_server.http import Door, asking_host, told_by_proxy, wishes
 from policy_server.link import RobotLink
 from policy_server.logs import log_event
 from policy_server.metrics import Metrics
@@ -43,7 +43,6 @@ _THREAD_END_SECONDS = 1.0
 # answer; memory belongs to those who do.
 _MESSAGES_AHEAD = 1
 _LEAST_WAITING_ROOM = 32
-_ARRAY_PATH = "/v1/realtime/robot/openpi"  # of vLLM-Omni, whose clients take the bare array
 
 
 class PolicyServer:
@@ -247,10 +246,11 @@ class PolicyServer:
         peer = websocket.remote_address
         fields = {"peer": f"{peer[0]}:{peer[1]}" if peer else ""} | told_by_proxy(websocket.request)
         log_event(log, logging.INFO, "connection open", connection=name, **fields)
-        path = websocket.request.path.partition("?")[0] if websocket.request is not None else ""
-        as_array = self.settings.reply == "array" or path.rstrip("/").endswith(_ARRAY_PATH)
+        wished = wishes(cast(Request, websocket.request))
+        if self.settings.reply == "array":
+            wished = dataclasses.replace(wished, bare_array=True)
         asker = Peer(asking_host(websocket))
-        conversation = self._conversations[name] = Conversation(link, name, asker, self._host, as_array)
+        conversation = self._conversations[name] = Conversation(link, name, asker, self._host, wished)
         try:
             await conversation.run()
             await websocket.close()

@@ -5,9 +5,10 @@ import contextlib
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.embodiment import Observation
 from engine.fair_queue import Peer
@@ -21,6 +22,10 @@ class SessionInUse(ValueError):
     """Another live connection holds the session of this id."""
 
 
+class Gone(Exception):
+    """The connection that asks has been found dead and given up its sessions."""
+
+
 def episode_name(key: str) -> str:
     """What people call the session that the engine knows as `key`: its id where it has one."""
     return key.removeprefix("id ")
@@ -32,8 +37,7 @@ class Session:
 
     key: the engine's name for it: no explicit id can equal that of an episode without one. began: when, counted as
     connections are. connection: who holds it; None while it waits for its robot.
-    after_reset: whether it began because its robot had reset the episode of that name. resumed: whether no call has
-    been answered since its robot came back on another connection.
+    after_reset: whether it began because its robot had reset the episode of that name.
     """
 
     key: str
@@ -41,28 +45,37 @@ class Session:
     began: int
     after_reset: bool
     connection: "_Connection | None" = None
-    resumed: bool = False
     expiry: asyncio.TimerHandle | None = None
     in_engine: bool = False
 
-    def answered(self) -> None:
-        """A call of it was answered."""
-        self.resumed = False
+
+class Link(Protocol):
+    """What is asked of a connection."""
+
+    async def is_alive(self) -> bool:
+        """Whether somebody is at its other end; takes seconds at most."""
+        ...
+
+    def abort(self) -> None:
+        """End it at once."""
+        ...
 
 
 @dataclass(eq=False)
 class _Connection:
     """One connection. opened: when, counted as sessions are. sessions: what it holds, least recently used first.
 
-    last: what it used last, until that ended. reset: names that it reset and has not used again.
+    last: what it used last, until that ended. reset: names that it reset and has not used again. resumed: sessions that
+    it took over from an earlier one, and of which no call has been answered since.
     """
 
     name: str
     opened: int
-    is_alive: Callable[[], Awaitable[bool]]
+    link: Link
     sessions: OrderedDict[str, Session] = field(default_factory=OrderedDict)
     last: Session | None = None
     reset: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    resumed: set[str] = field(default_factory=set)
 
 
 class Sessions:
@@ -80,23 +93,23 @@ class Sessions:
         self._connections: dict[str, _Connection] = {}
         self._by_key: dict[str, Session] = {}
 
-    def open(self, connection: str, is_alive: Callable[[], Awaitable[bool]]) -> None:
-        """A connection was made. is_alive: finds out, within seconds, whether somebody is at its other end."""
-        self._connections[connection] = _Connection(connection, next(self._order), is_alive)
+    def open(self, connection: str, link: Link) -> None:
+        """A connection was made."""
+        self._connections[connection] = _Connection(connection, next(self._order), link)
 
     async def claim(self, connection: str, session_id: str | None) -> Session:
-        """The session that the connection names, or else used last; made where there is none.
+        """The session that the connection names, or its own one without a name; made where there is none.
 
         A session whose robot is away goes on, on a connection that was opened after it began: one that was open before
-        cannot be its robot come back. If another connection holds it that shows no sign of life, it changes hands.
+        cannot be its robot come back. If another connection holds it that shows no sign of life, it is taken from it.
         Raises SessionInUse where that one is alive, and then nothing has changed.
         """
+        key = _key_of(session_id) if session_id is not None else f"connection {connection}"
+        if await self._is_held_by_another(key, connection):
+            raise SessionInUse(
+                f"session_id: {session_id!r:.200} is in use by another connection; expected an id of its own"
+            )
         claimant = self._connections[connection]
-        if session_id is not None:
-            key = _key_of(session_id)
-        else:
-            key = claimant.last.key if claimant.last is not None else f"connection {connection}"
-        await self._free_from_the_dead(key, claimant)
         session = self._by_key.get(key)
         if session is not None and session.connection is None and session.began > claimant.opened:
             self._end(session, "another robot's")
@@ -113,27 +126,39 @@ class Sessions:
         session.in_engine = True
         return future
 
-    def reset(self, connection: str, session_ids: Sequence[str] | None) -> None:
+    def resumed(self, connection: str, session: Session) -> bool:
+        """Whether this is the first answer to the session since its robot came back on this connection."""
+        asking = self._connections.get(connection)
+        if asking is None or session.key not in asking.resumed:
+            return False
+        asking.resumed.remove(session.key)
+        return True
+
+    async def reset(self, connection: str, session_ids: Sequence[str] | None) -> None:
         """End the sessions of these ids, or without any the one that the connection used last.
 
         Those of other live connections stay, and ids that nobody knows are fine. The same id, sent again, is a fresh
         episode, also if it comes before the engine has seen the end of this one.
         """
-        asking = self._connections[connection]
         if session_ids is None:
-            named = [asking.last] if asking.last is not None else []
+            last = self._connections[connection].last
+            keys = [last.key] if last is not None else []
         else:
-            known = [self._by_key.get(_key_of(each)) for each in session_ids]
-            named = [each for each in known if each is not None and each.connection in (None, asking)]
-        for session in named:
+            keys = [_key_of(each) for each in session_ids]
+        for key in keys:
+            if await self._is_held_by_another(key, connection) or (session := self._by_key.get(key)) is None:
+                continue
             self._end(session, "reset")
-            asking.reset[session.key] = None
-            if len(asking.reset) > self._most:
-                asking.reset.popitem(last=False)
+            reset = self._connections[connection].reset
+            reset[key] = None
+            if len(reset) > self._most:
+                reset.popitem(last=False)
 
     def leave(self, connection: str) -> None:
         """The connection is gone: its sessions wait `ttl` seconds for it to come back, or end if they have no id."""
-        gone = self._connections.pop(connection)
+        gone = self._connections.pop(connection, None)
+        if gone is None:
+            return  # it was found dead before
         for session in list(gone.sessions.values()):
             if session.session_id is None or not session.in_engine or self._ttl == 0:
                 self._end(session, "disconnected")
@@ -162,24 +187,27 @@ class Sessions:
         """Sessions that wait for their robot to come back."""
         return len(self._by_key) - self.connected
 
-    async def _free_from_the_dead(self, key: str, claimant: _Connection) -> None:
-        """Have a session that another connection holds wait for its robot, if that connection is dead."""
-        while (session := self._by_key.get(key)) is not None and session.connection not in (None, claimant):
+    async def _is_held_by_another(self, key: str, connection: str) -> bool:
+        """Whether another connection holds a session, and is alive. One that is dead loses all that it holds.
+
+        Raises Gone where the connection that asks was itself found dead meanwhile.
+        """
+        while (session := self._by_key.get(key)) is not None and session.connection is not None:
             holder = session.connection
-            assert holder is not None
-            if await holder.is_alive():
-                raise SessionInUse(
-                    f"session_id: {session.session_id!r:.200} is in use by another connection; expected an id of its "
-                    "own"
-                )
-            if session.connection is holder and self._by_key.get(key) is session:
-                self._release(session)
-                fields = {"connection": holder.name, "session": session.session_id}
-                log_event(log, logging.WARNING, "session taken from a silent connection", **fields)
+            if holder.name == connection:
+                break
+            if await holder.link.is_alive():
+                if session.connection is holder:
+                    return True
+            elif self._connections.get(holder.name) is holder:
+                log_event(log, logging.WARNING, "silent connection gives up its sessions", connection=holder.name)
+                self.leave(holder.name)
+                holder.link.abort()
+        if connection not in self._connections:
+            raise Gone
+        return False
 
     def _begin(self, connection: _Connection, key: str, session_id: str | None) -> Session:
-        if len(connection.sessions) >= self._most:
-            self._end(next(iter(connection.sessions.values())), "least recently used")
         after_reset = key in connection.reset
         connection.reset.pop(key, None)
         session = self._by_key[key] = Session(key, session_id, next(self._order), after_reset)
@@ -187,13 +215,16 @@ class Sessions:
 
     def _take(self, connection: _Connection, session: Session) -> Session:
         """Give the connection a session that nobody holds."""
+        if len(connection.sessions) >= self._most:
+            self._end(next(iter(connection.sessions.values())), "least recently used")
         if session.expiry is not None:
             session.expiry.cancel()
             session.expiry = None
-        session.resumed = session.in_engine
+        if session.in_engine:
+            connection.resumed.add(session.key)
         session.connection = connection
         connection.sessions[session.key] = session
-        event = "session resumed" if session.resumed else "session start"
+        event = "session resumed" if session.in_engine else "session start"
         log_event(log, logging.INFO, event, connection=connection.name, session=session.session_id)
         return session
 
@@ -202,6 +233,7 @@ class Sessions:
         if connection is None:
             return
         del connection.sessions[session.key]
+        connection.resumed.discard(session.key)
         if connection.last is session:
             connection.last = None
         session.connection = None

@@ -50,9 +50,9 @@ class WireArray(NamedTuple):
 
 
 class WireScalar(NamedTuple):
-    """A NumPy scalar that came in a frame; the text itself where it was one, or an array of one."""
+    """A NumPy scalar that came in a frame; texts as they are, a list of them where there were several or none."""
 
-    value: np.generic | str
+    value: np.generic | str | list[str]
     dialect: Dialect
 
 
@@ -66,7 +66,7 @@ def array_in(
     """
     if "__ndarray__" in fields or "__npgeneric__" in fields:
         dialect = Dialect(("openpi", keys))
-        if (text := _single_text(fields, "dtype", max_rank)) is not None:
+        if (text := _texts(fields, "dtype", max_rank)) is not None:
             return WireScalar(text, dialect)
         if "__ndarray__" in fields:
             return WireArray(_array(fields, "dtype", max_bytes, max_rank), dialect)
@@ -74,7 +74,7 @@ def array_in(
     if "nd" in fields:
         kind = _text(fields, "kind") if "kind" in fields else ""
         dialect = Dialect(("native" if kind else "msgpack-numpy", keys))
-        if (text := _single_text(fields, "type", max_rank)) is not None:
+        if (text := _texts(fields, "type", max_rank)) is not None:
             return WireScalar(text, dialect)
         dtype = _dtype(fields, "type")
         if kind and kind != dtype.kind:
@@ -182,8 +182,8 @@ def _openpi_scalar(fields: Mapping[str, object]) -> np.generic:
     raise CodecError(f"expected a value of dtype {dtype.str!r}, found {described(value)}").inside("data")
 
 
-def _single_text(fields: Mapping[str, object], dtype_key: str, max_rank: int) -> str | None:
-    """The text in an array or scalar of text dtype, which may hold one text alone; None where the dtype is another.
+def _texts(fields: Mapping[str, object], dtype_key: str, max_rank: int) -> str | list[str] | None:
+    """The text, or the list of texts, in a scalar or an array of text dtype; None where the dtype is another.
 
     np.str_ itself is a str to msgpack; this is what np.array("...") becomes.
     """
@@ -194,17 +194,18 @@ def _single_text(fields: Mapping[str, object], dtype_key: str, max_rank: int) ->
     if "__npgeneric__" in fields and isinstance(text := fields.get("data"), str):
         return text
     shape, data = _shape(fields, max_rank) if "shape" in fields else (), _data(fields)
-    if math.prod(shape) != 1:
-        raise CodecError(f"expected one text, found an array of texts of shape {shape}").inside("shape")
     order, kind, length = match.groups()
-    expected = int(length) * (4 if kind == "U" else 1)
-    if data.nbytes != expected:
-        raise CodecError(f"a text of {match[0]!r} needs {expected} bytes, found {data.nbytes}").inside("data")
+    size = int(length) * (4 if kind == "U" else 1)
+    count = math.prod(shape)
+    if data.nbytes != size * count or not size:
+        expected = f"shape {shape} of {match[0]!r} needs {size * count} bytes"
+        raise CodecError(f"{expected}, found {data.nbytes}").inside("data")
     encoding = "utf-8" if kind == "S" else "utf-32-be" if order == ">" else "utf-32-le"
     try:
-        return bytes(data).decode(encoding).rstrip("\0")
+        texts = [bytes(data[at * size : (at + 1) * size]).decode(encoding).rstrip("\0") for at in range(count)]
     except UnicodeDecodeError:
         raise CodecError(f"text that is not valid {encoding}").inside("data") from None
+    return texts[0] if count == 1 else texts
 
 
 def _field(fields: Mapping[str, object], key: str) -> object:

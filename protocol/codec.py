@@ -33,10 +33,10 @@ def decode(
 
 
 def encode(value: object, dialect: Dialect) -> bytes:
-    """A value as one frame: maps with text keys, lists, tuples, text, bytes, numbers, booleans, None, NumPy values.
+    """A value as one frame: maps, lists, tuples, text, bytes, numbers, booleans, None, NumPy values.
 
-    Array data is copied once, into the result (twice where the array is not C-contiguous).
-    Raises CodecError where the value holds anything else.
+    Array data is copied once, into the result (twice where the array is not C-contiguous). NumPy's texts become texts.
+    Raises CodecError, which names the place, where the value holds anything else.
     """
     parts: list[bytes | memoryview] = []
     _write(value, dialect, msgpack.Packer(), parts, 0)
@@ -52,14 +52,17 @@ def _write(
     if isinstance(value, dict):
         parts.append(packer.pack_map_header(len(value)))
         for key, item in value.items():
-            if not isinstance(key, (str, bytes)):
-                raise CodecError(f"expected a text as map key, found {described(key)}")
+            if not isinstance(key, (str, bytes, int, float, type(None))):
+                raise CodecError(f"expected a text or a number as map key, found {described(key)}")
             parts.append(packer.pack(key))
-            _write(item, dialect, packer, parts, depth + 1)
+            _write_inside(key if isinstance(key, str) else repr(key), item, dialect, packer, parts, depth)
     elif isinstance(value, (list, tuple)):
         parts.append(packer.pack_array_header(len(value)))
-        for item in value:
-            _write(item, dialect, packer, parts, depth + 1)
+        for index, item in enumerate(value):
+            _write_inside(index, item, dialect, packer, parts, depth)
+    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "US":
+        texts = np.char.decode(np.asarray(value)) if value.dtype.kind == "S" else value
+        _write(texts.tolist(), dialect, packer, parts, depth)
     elif isinstance(value, np.ndarray):
         _write(array_fields(value, dialect), dialect, packer, parts, depth)
     elif isinstance(value, memoryview):
@@ -72,6 +75,20 @@ def _write(
             parts.append(packer.pack(value))
         except (TypeError, ValueError, OverflowError) as error:
             raise CodecError(f"cannot be sent: {error}") from error
+
+
+def _write_inside(
+    place: str | int,
+    value: object,
+    dialect: Dialect,
+    packer: msgpack.Packer,
+    parts: list[bytes | memoryview],
+    depth: int,
+) -> None:
+    try:
+        _write(value, dialect, packer, parts, depth + 1)
+    except CodecError as error:
+        raise error.inside(place) from error.__cause__
 
 
 def _binary_header(size: int) -> bytes:

@@ -11,6 +11,10 @@ PACK_AS_BIN = "binary data is packed as bin (in Python: use_bin_type=True)"
 
 _COMPRESSED = {
     b"\xff\xd8\xff": "JPEG",
+    b"\x00\x00\x00\x0cjP": "JPEG 2000",
+    b"/9j/": "JPEG in base64",
+    b"iVBORw0": "PNG in base64",
+    b"data:image": "a data URL",
     b"\x89PNG\r\n\x1a\n": "PNG",
     b"RIFF": "WebP",
     b"GIF8": "GIF",
@@ -62,31 +66,32 @@ def shortened(text: str, longest: int = _LONGEST_QUOTE) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
 
 
-def _kind_of_bytes(value: bytes | memoryview) -> str:
-    start = bytes(value[:8])
-    for beginning, name in _COMPRESSED.items():
-        if start.startswith(beginning):
-            return f" of a compressed image ({name}): decode it before sending"
-    return ""
+def compression(start: bytes) -> str:
+    """What to say of a compressed image, by its first bytes; nothing where they begin none that is known."""
+    known = (name for beginning, name in _COMPRESSED.items() if start.startswith(beginning))
+    name = next(known, "AVIF or HEIC" if start[4:8] == b"ftyp" else None)
+    return f" of a compressed image ({name}): decode it before sending" if name else ""
 
 
 def described(value: object) -> str:
     """A value's kind, and the value itself where that is short: "float32 array of shape (3,)", "text 'abc'"."""
     if isinstance(value, np.ndarray):
-        return f"{value.dtype} array of shape {value.shape}"
+        is_row = value.dtype == np.uint8 and 0 < value.size == max(value.shape, default=0)
+        kind = compression(value.reshape(-1)[:16].tobytes()) if is_row else ""
+        return f"{value.dtype} array of shape {value.shape}{kind}"
     if isinstance(value, np.generic):
         return f"{value.dtype} scalar {value}"
     if isinstance(value, str):
-        return f"text {shortened(value)!r}"
+        return f"text {shortened(value)!r}{compression(value[:16].encode())}"
     if isinstance(value, (bytes, memoryview)):
-        return f"{len(value)} raw bytes{_kind_of_bytes(value)}"
+        return f"{len(value)} raw bytes{compression(bytes(value[:16]))}"
     if isinstance(value, dict):
         if len(_FIELDS_OF_ARRAYS & value.keys()) > 1:
             keys = ", ".join(sorted(map(shortened, value)))
             return f"a plain map with {keys} (an array's map has '__ndarray__' or 'nd' in it)"
         return f"a map of {len(value)} entries"
     if isinstance(value, list):
-        return f"a list of {len(value)} entries"
+        return f"a list of {len(value)} entries" + (f", the first {described(value[0])}" if value else "")
     if value is None:
         return "nil"
     if isinstance(value, (bool, int, float)):

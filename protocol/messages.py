@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from protocol.codec import Dialect, Limits, decode, encode
 from protocol.errors import RequestError, described
-from protocol.observation import camera_views, state_vectors
+from protocol.observation import pictures, state_vectors
 from protocol.observation_spec import ObservationSpec
 
 __all__ = [
@@ -20,12 +21,15 @@ __all__ = [
     "infer_reply",
     "parse_request",
     "read_request",
+    "session_name",
+    "without_numbers",
 ]
 
 RESET_REPLY = "reset successful"
 """The text frame that answers a reset."""
 
 LONGEST_SESSION_ID = 256
+_NUMBER = re.compile(r"(?<!_)-?\d[\d.e+-]*")  # but for the number in a key
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class InferRequest:
         entry.
     state: state vector name to (size,) float64, finite.
     prompt: the task, may be empty. session_id: the episode's name, None where the client gave none.
-    warnings: what is wrong with the pictures although they are used, a sentence each.
+    enlarge_to, warnings: see protocol.observation.Pictures.
     """
 
     views: dict[str, np.ndarray]
@@ -44,7 +48,8 @@ class InferRequest:
     prompt: str
     session_id: str | None
     dialect: Dialect
-    warnings: tuple[str, ...] = ()
+    enlarge_to: tuple[int, int] | None
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,15 @@ def parse_request(value: object, dialect: Dialect, spec: ObservationSpec) -> Inf
         raise RequestError("endpoint", "'infer' or 'reset'", described(endpoint))
     if endpoint == "reset":
         return ResetRequest(_named_by_reset(value))
-    views, warnings = camera_views(value, spec)
+    seen = pictures(value, spec)
     return InferRequest(
-        views=views,
+        views=seen.views,
         state=state_vectors(value, spec),
         prompt=_prompt(value),
         session_id=_session_id(value),
         dialect=dialect,
-        warnings=warnings,
+        enlarge_to=seen.enlarge_to,
+        warnings=seen.warnings,
     )
 
 
@@ -114,9 +120,9 @@ def _prompt(value: Mapping[str, object]) -> str:
 
 def _session_id(value: Mapping[str, object]) -> str | None:
     given = value.get("session_id")
-    if given is None:
+    if given is None or (isinstance(given, str) and not given):
         return None
-    session_id = _name(given)
+    session_id = session_name(given)
     if session_id is None:
         raise RequestError("session_id", f"text of 1 to {LONGEST_SESSION_ID} characters", described(given))
     return session_id
@@ -136,10 +142,10 @@ def _named_by_reset(value: Mapping[str, object]) -> tuple[str, ...] | None:
         given += names if isinstance(names, list) else [names]
     if "session_ids" not in value and all(each is None or (isinstance(each, str) and not each) for each in given):
         return None
-    return tuple(dict.fromkeys(name for name in map(_name, given) if name is not None))
+    return tuple(dict.fromkeys(name for name in map(session_name, given) if name is not None))
 
 
-def _name(value: object) -> str | None:
+def session_name(value: object) -> str | None:
     """An episode's name, for which a whole number stands by its digits; None where the value can be none.
 
     JavaScript writes large numbers as floats.
@@ -149,3 +155,8 @@ def _name(value: object) -> str | None:
     if isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and value == value // 1:
         value = str(int(value))
     return value if isinstance(value, str) and 1 <= len(value) <= LONGEST_SESSION_ID else None
+
+
+def without_numbers(warning: str) -> str:
+    """What stays the same of a warning from call to call, by which it is logged once."""
+    return _NUMBER.sub("#", warning)

@@ -15,7 +15,7 @@ from typing import NoReturn
 import msgpack
 
 from protocol.array_dialects import Dialect, WireArray, array_in, owned
-from protocol.errors import PACK_AS_BIN, CodecError, described
+from protocol.errors import PACK_AS_BIN, CodecError, compression, described
 
 _BIG_ENDIAN = {size: struct.Struct(code) for size, code in ((1, ">b"), (2, ">h"), (4, ">i"), (8, ">q"))}
 _FLOAT32 = struct.Struct(">f")
@@ -267,7 +267,8 @@ class Reader:
     def _text(self, size: int) -> str:
         if size > self._limits.max_text_bytes:
             most = self._limits.max_text_bytes
-            raise CodecError(f"a text of {size} bytes, more than the {most} allowed; {PACK_AS_BIN}")
+            kind = compression(self._frame[self._at : self._at + 16])
+            raise CodecError(f"a text of {size} bytes{kind}, more than the {most} allowed; {PACK_AS_BIN}")
         start = self._at
         end = self._at = start + size
         if end > len(self._frame):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -25,14 +26,23 @@ _EXPECTED_IMAGE = (
 )
 
 
-def camera_views(
-    observation: Mapping[str, object], spec: ObservationSpec
-) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """What the cameras saw, and what was wrong with their pictures although they are used, a sentence each.
+@dataclass(frozen=True)
+class Pictures:
+    """What the cameras saw.
 
-    Camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no entry.
-    Black bars as openpi's `resize_with_pad` adds them are cut off. Raises RequestError.
+    views: camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no
+        entry.
+    enlarge_to: height and width that smaller frames should be brought to, because bars were cut off; else None.
+    warnings: what is wrong with the pictures although they are used, a sentence each.
     """
+
+    views: dict[str, np.ndarray]
+    enlarge_to: tuple[int, int] | None
+    warnings: tuple[str, ...]
+
+
+def pictures(observation: Mapping[str, object], spec: ObservationSpec) -> Pictures:
+    """An observation's pictures, without the black bars that openpi's `resize_with_pad` adds. Raises RequestError."""
     keys = _camera_keys(observation, spec)
     views: dict[str, np.ndarray] = {}
     for name, key in keys.items():
@@ -44,11 +54,15 @@ def camera_views(
         if len(views[name]) != len(views[first]):
             expected = f"{len(views[first])} frames, as many as {keys[first]} has"
             raise RequestError(keys[name], expected, str(len(views[name])))
-    bars = _letterbox(list(views.values()), spec.resolution)
-    warnings = _size_warnings({keys[name]: frames for name, frames in views.items()}, spec.resolution, bars)
-    if any(bars):
-        views = {name: _without_bars(frames, bars, spec.resolution) for name, frames in views.items()}
-    return views, warnings
+    top, bottom = _letterbox(list(views.values()), spec.resolution)
+    cut = {name: frames[:, top : frames.shape[1] - bottom] for name, frames in views.items()}
+    warnings = [
+        _size_warning(keys[name], views[name], cut[name], spec.resolution)
+        for name in views
+        if views[name].shape[1:3] != spec.resolution
+    ]
+    enlarge = top > 0 and _same_aspect(cut[first], spec.resolution)
+    return Pictures(cut, spec.resolution if enlarge else None, tuple(warnings))
 
 
 def state_vectors(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, np.ndarray]:
@@ -99,8 +113,9 @@ def _camera_keys(observation: Mapping[str, object], spec: ObservationSpec) -> di
 def _letterbox(pictures: list[np.ndarray], resolution: tuple[int, int]) -> tuple[int, int]:
     """Rows above and below that `resize_with_pad` left black in square pictures of wider cameras; 0 and 0 for none.
 
-    They are exactly black in all frames (T,S,S,3) of all cameras, as many above as below, or one fewer. Where they can
-    be those of a picture as high and wide as `resolution` says, further dark rows belong to the picture.
+    They are exactly black in all frames (T,S,S,3) of all cameras, and those of a camera of the aspect that `resolution`
+    has, in which further dark rows may follow, or just those of one that is 4:3. A camera's own rounding may make them
+    a row more or less.
     """
     shapes = {frames.shape[1:3] for frames in pictures}
     side, width = next(iter(shapes))
@@ -109,32 +124,15 @@ def _letterbox(pictures: list[np.ndarray], resolution: tuple[int, int]) -> tuple
     lit = np.flatnonzero(np.logical_or.reduce([frames.any(axis=(0, 2, 3)) for frames in pictures]))
     if not lit.size:
         return 0, 0
-    top, bottom = int(lit[0]), side - 1 - int(lit[-1])
-    expected = side - int(resolution[0] * side / max(resolution))
-    above, below = expected // 2, expected - expected // 2
-    if top >= above and bottom >= below:
-        return above, below
-    return (top, bottom) if bottom - top in (0, 1) else (0, 0)
-
-
-def _without_bars(frames: np.ndarray, bars: tuple[int, int], resolution: tuple[int, int]) -> np.ndarray:
-    """Frames (T,S,S,3) cut to their content and, where that is small and of the right aspect, enlarged.
-
-    The share of a picture that the model is not shown is cut off in whole pixels: of 126 rows that is another share
-    than of 180, and what the model is shown would be shifted by more than a pixel.
-    """
-    picture = frames[:, bars[0] : frames.shape[1] - bars[1]]
-    if picture.shape[1] >= resolution[0] or not _same_aspect(picture, resolution):
-        return picture
-    enlarged = picture.astype(np.float32)
-    for axis, length in zip((1, 2), resolution):
-        have = enlarged.shape[axis]
-        at = ((np.arange(length) + 0.5) * have / length - 0.5).clip(0, have - 1)
-        before = at.astype(np.intp)
-        weight = (at - before).astype(np.float32).reshape([-1 if each == axis else 1 for each in range(4)])
-        one, other = (enlarged.take(index, axis) for index in (before, np.minimum(before + 1, have - 1)))
-        enlarged = one + weight * (other - one)
-    return np.rint(enlarged, out=enlarged).astype(np.uint8)
+    found = (int(lit[0]), side - 1 - int(lit[-1]))
+    best = side * resolution[0] // max(resolution)
+    for height in (best, best - 1, best + 1, *(side * 3 // 4 + extra for extra in (0, -1, 1))):
+        above = (side - height) // 2
+        if 0 < height < side and found == (above, side - height - above):
+            return found
+    above = (side - best) // 2
+    below = side - best - above
+    return (above, below) if above > 0 and found[0] >= above and found[1] >= below else (0, 0)
 
 
 def _same_aspect(frames: np.ndarray, resolution: tuple[int, int]) -> bool:
@@ -143,23 +141,12 @@ def _same_aspect(frames: np.ndarray, resolution: tuple[int, int]) -> bool:
     return abs(height * resolution[1] - width * resolution[0]) <= max(resolution)
 
 
-def _size_warnings(
-    pictures: Mapping[str, np.ndarray], resolution: tuple[int, int], bars: tuple[int, int]
-) -> tuple[str, ...]:
-    """One sentence for each key whose pictures (T,H,W,3) are not of the size that robots are told to send."""
-    warnings = []
-    for key, frames in pictures.items():
-        if frames.shape[1:3] == resolution:
-            continue
-        height, width = frames.shape[1:3]
-        effects = [f"its black bars of {bars[0]} and {bars[1]} rows are cut off"] if any(bars) else []
-        kept = frames[:, bars[0] : height - bars[1]]
-        effects.append(
-            "resized" if _same_aspect(kept, resolution) else "distorted by resizing, being of another aspect"
-        )
-        best = "x".join(map(str, resolution))
-        warnings.append(f"{key} is {height}x{width} where {best} is best: {', '.join(effects)}")
-    return tuple(warnings)
+def _size_warning(key: str, sent: np.ndarray, cut: np.ndarray, resolution: tuple[int, int]) -> str:
+    """Of pictures (T,H,W,3) that are not of the size that robots are told to send."""
+    effects = ["its black bars are cut off"] if cut.shape != sent.shape else []
+    effects.append("resized" if _same_aspect(cut, resolution) else "distorted by resizing, being of another aspect")
+    found, best = ("x".join(map(str, size)) for size in (sent.shape[1:3], resolution))
+    return f"{key} is {found} where {best} is best: {', '.join(effects)}"
 
 
 def _number(key: str) -> str:
@@ -202,10 +189,9 @@ def _numbers(key: str, value: object, count: int) -> np.ndarray:
     An array, a list or, for one, a bare number; axes of size 1 around the row may be there.
     """
     row = value
-    if isinstance(row, list) and len(row) == 1 and isinstance(row[0], (list, np.ndarray)):
-        row = row[0]
-    if isinstance(row, list) and all(_is_number(item) for item in row):
-        row = np.array(row, dtype=np.float64)
+    if isinstance(row, list):
+        items = list(_leaves(row))
+        row = np.array(items, dtype=np.float64) if all(_is_number(item) for item in items) else None
     elif _is_number(row):
         row = np.array([row], dtype=np.float64)
     is_row = isinstance(row, np.ndarray) and row.dtype.kind in "iuf" and row.size == count == max(row.shape, default=1)
@@ -216,6 +202,17 @@ def _numbers(key: str, value: object, count: int) -> np.ndarray:
         if not -_LARGEST_FLOAT32 <= number <= _LARGEST_FLOAT32:  # NaN fails
             raise RequestError(key, f"finite numbers of shape ({count},)", str(numbers.tolist()))
     return numbers
+
+
+def _leaves(items: list[object]) -> Iterator[object]:
+    """What lists in lists and arrays in them hold."""
+    for item in items:
+        if isinstance(item, np.ndarray):
+            item = item.tolist()
+        if isinstance(item, list):
+            yield from _leaves(item)
+        else:
+            yield item
 
 
 def _is_number(value: object) -> bool:

@@ -163,6 +163,19 @@ def test_decoded_arrays_own_their_memory_and_cost_one_copy() -> None:
     assert not alias[-1000:-100].any()
 
 
+def test_texts_in_numpy_dress_and_keys_that_are_numbers_can_be_sent() -> None:
+    value = {
+        "a": np.array("pick"),
+        "b": np.array([["j1", "j2"]]),
+        "c": np.array(b"raw"),
+        "d": np.str_("e"),
+        "f": {1: 2},
+    }
+    assert msgpack.unpackb(encode(value, Dialect.OPENPI), strict_map_key=False) == {
+        "a": "pick", "b": [["j1", "j2"]], "c": "raw", "d": "e", "f": {1: 2},
+    }  # fmt: skip
+
+
 def test_encoding_costs_one_copy() -> None:
     value = {"a": np.zeros((4, 180, 320, 3), np.uint8)}
     tracemalloc.start()

@@ -77,7 +77,9 @@ def test_an_openpi_observation_has_no_endpoint() -> None:
     ("sent", "expected"),
     [
         (None, None),
+        ("", None),
         (5, "5"),
+        (7.0, "7"),
         (np.int64(7), "7"),
         (np.array([3]), "3"),
         (-1, "-1"),
@@ -182,6 +184,8 @@ def test_float_images_are_rounded_and_may_miss_the_range_by_a_rounding_error() -
         ([np.zeros(7)], [np.ones(1)]),
         (list(np.zeros(7)), [np.float32(1)]),
         (np.zeros((7, 1)), np.int8(1)),
+        ([[0]] * 7, [[[1]]]),
+        ([np.zeros(1)] * 7, [np.ones((1, 1))]),
     ],
 )
 def test_states_may_come_as_any_kind_of_numbers(joints: object, gripper: object) -> None:
@@ -257,6 +261,19 @@ def test_texts_may_come_in_numpy_dress(pack: Callable[[object], bytes], text: st
         assert (request.prompt, request.session_id) == (text, "a")
 
 
+@pytest.mark.parametrize("pack", [openpi_numpy.packb, msgpack_numpy.packb])
+def test_ids_may_be_masked_in_numpy(pack: Callable[[object], bytes]) -> None:
+    ids = np.array(["a", "b", "see"])
+    for mask, expected in (([True, False, True], ("a", "see")), ([False] * 3, ())):
+        request = read_request(pack({"endpoint": "reset", "session_ids": ids[mask]}), DROID, Limits())
+        assert request == ResetRequest(expected)
+
+
+def test_a_long_text_that_is_an_image_is_told_apart() -> None:
+    with pytest.raises(CodecError, match="a text of 160004 bytes of a compressed image"):
+        read_request(msgpack.packb({WRIST: "/9j/" + "A" * 160_000}), DROID, Limits())
+
+
 def test_frames_may_come_as_a_list() -> None:
     frames = [image(value=number) for number in range(4)]
     request = parse(observation(**dict.fromkeys((WRIST, EXTERIOR[0], EXTERIOR[1]), frames)))
@@ -284,7 +301,6 @@ BAD_REQUESTS = {
     "prompt of bytes": (observation(prompt=b"fold"), "prompt", "text", "4 raw bytes"),
     "prompt nil": (observation(prompt=None), "prompt", "text", "nil"),
     "prompt a list": (observation(prompt=["fold", "it"]), "prompt", "text", "a list of 2 entries"),
-    "session empty": (observation(session_id=""), "session_id", "text of 1 to 256", "text ''"),
     "session fraction": (observation(session_id=5.5), "session_id", "text of 1 to 256", "float 5.5"),
     "session infinite": (observation(session_id=float("inf")), "session_id", "text of 1 to 256", "float inf"),
     "session true": (observation(session_id=True), "session_id", "text of 1 to 256", "bool True"),
@@ -299,6 +315,25 @@ BAD_REQUESTS = {
         "compressed image (JPEG)",
     ),
     "image PNG": (observation(**{WRIST: b"\x89PNG\r\n\x1a\n"}), WRIST, "RGB image", "compressed image (PNG)"),
+    "image JPEG as cv2 has it": (
+        observation(**{WRIST: np.frombuffer(b"\xff\xd8\xff\xe0" + bytes(99), np.uint8)[:, None]}),
+        WRIST,
+        "RGB image",
+        "uint8 array of shape (103, 1) of a compressed image (JPEG)",
+    ),
+    "images JPEG": (
+        observation(**{WRIST: [b"\xff\xd8\xff\xe0" + bytes(99)] * 4}),
+        WRIST,
+        "RGB image",
+        "a list of 4 entries, the first 103 raw bytes of a compressed image (JPEG)",
+    ),
+    "image base64": (
+        observation(**{WRIST: "/9j/" + "A" * 99}),
+        WRIST,
+        "RGB image",
+        "compressed image (JPEG in base64)",
+    ),
+    "image AVIF": (observation(**{WRIST: b"\0\0\0\x20ftypavif"}), WRIST, "RGB image", "(AVIF or HEIC)"),
     "image bytes": (observation(**{WRIST: bytes(9)}), WRIST, "RGB image", "9 raw bytes"),
     "image plain map": (
         observation(**{WRIST: {"data": bytes(9), "shape": [3], "dtype": "|u1"}}),

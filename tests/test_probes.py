@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from websockets.exceptions import InvalidStatus
 
+from clients import ConnectFailed, PolicyClient
 from engine.policy import Policy
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings
@@ -258,3 +259,9 @@ async def test_curl_gets_an_answer_to_whatever_an_administrator_types(transport:
         for arguments, expected in CURL:
             done = await asyncio.to_thread(curl, arguments, url)
             assert (done.returncode, done.stdout, done.stderr) == (0, str(expected), ""), arguments
+
+
+async def test_tls_to_a_server_without_it_fails_at_once_with_the_reason() -> None:
+    async with serving() as (server, _):
+        with pytest.raises(ConnectFailed, match="a server without TLS is reached by ws://"):
+            await asyncio.to_thread(PolicyClient, "https://127.0.0.1", server.port, connect_timeout=SECONDS)

@@ -14,7 +14,7 @@ import pytest
 from websockets.frames import Frame, Opcode
 
 from policy_server import link
-from tests.serving import Robot, observation, serving, until, wire
+from tests.serving import Gate, Robot, observation, serving, until, wire
 from tests.test_server_load import open_websocket
 
 ROOT = Path(__file__).parents[1]
@@ -176,10 +176,36 @@ async def test_a_link_that_died_in_silence_gives_its_session_to_who_comes_with_t
         assert (await lost.ask(observation(session_id="a")))["episode"]["call"] == 1
         async with await Robot.connect(server) as stranger:
             assert "is in use by another connection" in await stranger.ask(observation(session_id="a"))
+            for session_id in ("b", "c"):
+                assert "actions" in await lost.ask(observation(session_id=session_id))
             cut.set()
             reply = await stranger.ask(observation(session_id="a"))
-        assert reply["episode"] == {"call": 2, "window": "continued", "resumed": True}
-        assert "end id a" not in policy.events
+            assert reply["episode"] == {"call": 2, "window": "continued", "resumed": True}
+            assert not any(event.startswith("end") for event in policy.events)
+            assert server.sessions.waiting == 2, "what else the dead one held is free as well"
+            assert await stranger.ask({"endpoint": "reset", "session_id": "b"}) == "reset successful"
+            reply = await stranger.ask(observation(session_id="b"))
+            assert reply["episode"] == {"call": 1, "window": "reset", "resumed": False}
+        lost.websocket.transport.abort()
+
+
+async def test_the_waiting_call_of_a_link_that_died_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PROBE_SECONDS", 0.5)
+    gate = Gate()
+    async with serving(gate) as (server, _), cable(server.port) as (port, cut):
+        lost = await Robot.connect(f"ws://127.0.0.1:{port}", ping_interval=None)
+        async with await Robot.connect(server) as other, await Robot.connect(server) as back:
+            await lost.ask(observation(session_id="a"))
+            await other.send(observation(prompt="hold"))
+            await gate.entered()
+            await lost.send(observation(session_id="a"))
+            await until(lambda: server.engine.stats().waiting == 1)
+            cut.set()
+            await back.send(observation(session_id="a"))
+            await until(lambda: server.engine.stats().waiting == 1 and server.sessions.connected == 1)
+            gate.open()
+            assert (await back.reply())["episode"] == {"call": 2, "window": "continued", "resumed": True}
+            await other.reply()
         lost.websocket.transport.abort()
 
 

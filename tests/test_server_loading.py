@@ -12,9 +12,9 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from clients import PolicyClient
+from clients import ConnectFailed, PolicyClient
 from engine.policy import Policy
-from policy_server import connection
+from policy_server import http
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError
 from protocol.handshake import HANDSHAKE
@@ -78,7 +78,7 @@ async def test_a_long_load_does_not_hold_the_handshake_up_but_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Isaac Lab-Arena gives up on a handshake after 30 s, and waits for its first reply without limit."""
-    monkeypatch.setattr(connection, "GREETING_SECONDS", 0.1)
+    monkeypatch.setattr(http, "GREETING_SECONDS", 0.1)
     async with loading() as (server, proceed), await Robot.connect(server) as robot:
         assert robot.handshake == HANDSHAKE
         await robot.send(observation())
@@ -89,9 +89,22 @@ async def test_a_long_load_does_not_hold_the_handshake_up_but_the_first_request(
         assert (await robot.reply())["actions"].shape == (24, 8)
 
 
+async def test_our_own_client_waits_until_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "GREETING_SECONDS", 0.01)
+    async with loading() as (server, proceed):
+        in_time = asyncio.create_task(
+            asyncio.to_thread(PolicyClient, "127.0.0.1", server.port, connect_timeout=SECONDS)
+        )
+        with pytest.raises(ConnectFailed):
+            await asyncio.to_thread(PolicyClient, "127.0.0.1", server.port, connect_timeout=0.5)
+        assert not in_time.done()
+        proceed()
+        (await in_time).close()
+
+
 @pytest.mark.parametrize("greeting", [20.0, 0.01])
 async def test_a_load_that_fails_is_told_to_who_waits(greeting: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "GREETING_SECONDS", greeting)
+    monkeypatch.setattr(http, "GREETING_SECONDS", greeting)
     reason = "checkpoint: no such directory: " + "/deep" * 40 + "\nand a second line"
     async with loading(fail=SettingsError(reason)) as (server, proceed), connect(server.url) as websocket:
         if greeting < 1:
@@ -125,7 +138,7 @@ async def test_who_waits_counts_where_connections_are_limited() -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 async def test_a_stop_while_loading_is_told_with_1001(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "GREETING_SECONDS", 0.01)
+    monkeypatch.setattr(http, "GREETING_SECONDS", 0.01)
     async with loading() as (server, proceed), connect(server.url) as websocket:
         await websocket.recv()
         if asked:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from engine.fair_queue import Peer
 from engine.loop import EngineBusy
-from policy_server.sessions import SessionInUse, Sessions
+from policy_server.sessions import Gone, SessionInUse, Sessions
 from tests.serving import Robot, get, observation, serving, until
 
 
@@ -190,8 +191,19 @@ class RecordingEngine:
         return Future()
 
 
-async def always() -> bool:
-    return True
+@dataclass
+class FakeLink:
+    """One that answers a probe or does not."""
+
+    alive: bool = True
+    aborted: bool = False
+
+    async def is_alive(self) -> bool:
+        await asyncio.sleep(0)
+        return self.alive
+
+    def abort(self) -> None:
+        self.aborted = True
 
 
 class Store(Sessions):
@@ -201,9 +213,9 @@ class Store(Sessions):
         self.engine = RecordingEngine()
         super().__init__(self.engine, ttl, most)  # type: ignore[arg-type]
 
-    async def call(self, connection: str, session_id: str | None) -> None:
-        if connection not in self._connections:
-            self.open(connection, always)
+    async def call(self, connection: str, session_id: str | None, *, open: bool = True) -> None:
+        if open and connection not in self._connections:
+            self.open(connection, FakeLink())
         self.infer(await self.claim(connection, session_id), None, Peer())  # type: ignore[arg-type]
 
 
@@ -215,11 +227,17 @@ async def test_an_id_cannot_be_mistaken_for_a_connection_without_one() -> None:
     assert len(set(sessions.engine.events)) == 3
 
 
-async def test_a_request_without_id_stays_with_the_episode_of_its_connection() -> None:
+async def test_requests_without_an_id_are_an_episode_of_their_own() -> None:
     sessions = Store()
-    await sessions.call("1", "a")
+    for session_id in (None, "a", None, "a"):
+        await sessions.call("1", session_id)
+    assert sessions.engine.events == ["infer connection 1", "infer id a"] * 2
+    await sessions.reset("1", None)
     await sessions.call("1", None)
-    assert sessions.engine.events == ["infer id a"] * 2
+    assert sessions.engine.events[4:] == ["end id a", "infer connection 1"]
+    await sessions.reset("1", None)
+    await sessions.call("1", None)
+    assert sessions.engine.events[6:] == ["end connection 1", "infer connection 1"]
 
 
 async def test_a_refused_id_changes_nothing() -> None:
@@ -247,8 +265,8 @@ async def test_a_session_that_never_reached_the_engine_is_not_ended_there_nor_ke
 async def test_a_reset_lets_go_of_the_id() -> None:
     sessions = Store()
     await sessions.call("1", "a")
-    sessions.reset("1", None)
-    sessions.reset("1", None)
+    await sessions.reset("1", None)
+    await sessions.reset("1", None)
     await sessions.call("2", "a")
     assert sessions.engine.events == ["infer id a", "end id a", "infer id a"]
 
@@ -257,8 +275,8 @@ async def test_a_reset_that_names_its_episode_finds_it_after_a_reconnect() -> No
     sessions = Store(ttl=0.05)
     await sessions.call("1", "a")
     sessions.leave("1")
-    sessions.open("2", always)
-    sessions.reset("2", ["a"])
+    sessions.open("2", FakeLink())
+    await sessions.reset("2", ["a"])
     await asyncio.sleep(0.1)
     assert sessions.engine.events == ["infer id a", "end id a"]
     assert sessions.waiting == 0
@@ -268,7 +286,7 @@ async def test_a_reset_leaves_the_episode_of_another_live_connection_alone() -> 
     sessions = Store()
     await sessions.call("1", "a")
     await sessions.call("2", "b")
-    sessions.reset("2", ["a"])
+    await sessions.reset("2", ["a"])
     await sessions.call("1", "a")
     assert sessions.engine.events == ["infer id a", "infer id b", "infer id a"]
 
@@ -309,7 +327,7 @@ async def test_a_connection_that_was_open_before_is_no_returning_robot() -> None
     """Robot 1 resets, a stranger uses its id for one call and leaves: the call of robot 1 that follows begins anew."""
     sessions = Store()
     await sessions.call("1", "a")
-    sessions.reset("1", None)
+    await sessions.reset("1", None)
     await sessions.call("2", "a")
     sessions.leave("2")
     await sessions.call("1", "a")
@@ -319,22 +337,55 @@ async def test_a_connection_that_was_open_before_is_no_returning_robot() -> None
     assert sessions.engine.events[4:] == ["infer id a"] * 2, "one that comes later is"
 
 
-async def test_a_session_of_a_dead_connection_goes_to_who_comes_with_its_id() -> None:
-    sessions, alive = Store(), [True]
+async def test_sessions_that_come_back_count_for_what_a_connection_may_keep() -> None:
+    sessions = Store(most=2)
+    for session_id in ("a", "b"):
+        await sessions.call("1", session_id)
+    sessions.leave("1")
+    for session_id in ("c", "d", "a", "b"):
+        await sessions.call("2", session_id)
+    assert [event for event in sessions.engine.events if event.startswith("end")] == ["end id c", "end id d"]
+    assert (sessions.connected, sessions.waiting) == (2, 0)
 
-    async def probe() -> bool:
-        await asyncio.sleep(0)
-        return alive[0]
 
-    sessions.open("1", probe)
-    await sessions.call("1", "a")
-    await sessions.call("1", "b")
+async def test_a_dead_connection_gives_up_all_its_sessions_to_who_comes_with_one_of_their_ids() -> None:
+    sessions, link = Store(), FakeLink()
+    sessions.open("1", link)
+    for session_id in ("a", "b"):
+        await sessions.call("1", session_id)
     with pytest.raises(SessionInUse):
         await sessions.call("2", "a")
-    alive[0] = False
+    link.alive = False
     claims = await asyncio.gather(*(sessions.call(name, "a") for name in ("2", "3")), return_exceptions=True)
     assert [type(claim) for claim in claims] == [type(None), SessionInUse], "two at once: one gets it, which is alive"
-    await sessions.call("1", "b")
+    assert link.aborted
+    await sessions.call("2", "b")
     assert sessions.engine.events == ["infer id a", "infer id b", "infer id a", "infer id b"]
-    with pytest.raises(SessionInUse):
-        await sessions.call("1", "a")
+    with pytest.raises(Gone):
+        await sessions.call("1", "c", open=False)
+    sessions.leave("1")
+    assert (sessions.connected, sessions.waiting) == (2, 0)
+
+
+async def test_a_reset_reaches_the_episode_of_a_dead_connection() -> None:
+    """Clients reset at start; the one that was lost began the episode."""
+    sessions, link = Store(), FakeLink()
+    sessions.open("1", link)
+    await sessions.call("1", "a")
+    sessions.open("2", FakeLink())
+    await sessions.reset("2", ["a"])
+    link.alive = False
+    assert sessions.engine.events == ["infer id a"]
+    await sessions.reset("2", ["a"])
+    await sessions.call("2", "a")
+    assert sessions.engine.events == ["infer id a", "end id a", "infer id a"]
+
+
+async def test_the_first_answer_after_a_reconnect_says_so_whatever_became_of_calls_before() -> None:
+    sessions = Store()
+    await sessions.call("1", "a")
+    sessions.leave("1")
+    await sessions.call("2", "a")
+    session = await sessions.claim("2", "a")
+    assert not sessions.resumed("1", session)
+    assert [sessions.resumed("2", session) for _ in range(2)] == [True, False]
