@@ -149,7 +149,7 @@ def test_warnings_of_the_server_are_logged_once_each(connect: Connect, caplog: p
 
 
 def test_warnings_without_end_are_not_all_logged(caplog: pytest.LogCaptureFixture) -> None:
-    many = Episodes(*(f"{number} {'a' * 1000}" for number in range(500)))
+    many = Episodes(*("a" * number + "b" * 1000 for number in range(500)))
     with WireServer(many) as server, PolicyClient(server.url) as client:
         client.infer(observation())
     warnings = [record.getMessage() for record in caplog.records if record.name == "clients"]

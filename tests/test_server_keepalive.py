@@ -194,15 +194,15 @@ async def test_the_waiting_call_of_a_link_that_died_is_not_made(monkeypatch: pyt
     gate = Gate()
     async with serving(gate) as (server, _), cable(server.port) as (port, cut):
         lost = await Robot.connect(f"ws://127.0.0.1:{port}", ping_interval=None)
+        await lost.ask(observation(session_id="a"))
         async with await Robot.connect(server) as other, await Robot.connect(server) as back:
-            await lost.ask(observation(session_id="a"))
             await other.send(observation(prompt="hold"))
             await gate.entered()
             await lost.send(observation(session_id="a"))
             await until(lambda: server.engine.stats().waiting == 1)
             cut.set()
             await back.send(observation(session_id="a"))
-            await until(lambda: server.engine.stats().waiting == 1 and server.sessions.connected == 1)
+            await until(lambda: len(server._conversations) == 2 and server.engine.stats().waiting == 1)
             gate.open()
             assert (await back.reply())["episode"] == {"call": 2, "window": "continued", "resumed": True}
             await other.reply()
