@@ -5,6 +5,7 @@
 
 import argparse
 
+from benchmarks.serving_crowd import crowd_table
 from benchmarks.serving_load import load_table
 from benchmarks.serving_processes import machine
 from benchmarks.serving_soak import soak_table
@@ -14,7 +15,8 @@ from benchmarks.serving_wire import BLOCKS, wire_table
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=400, help="calls of each side in the wire table")
-    parser.add_argument("--load-seconds", type=float, default=20, help="per number of robots; 0 leaves the table out")
+    parser.add_argument("--load-seconds", type=float, default=20, help="per number of robots; 0 leaves it out")
+    parser.add_argument("--crowd-seconds", type=float, default=10, help="per kind of company; 0 leaves it out")
     parser.add_argument("--soak-seconds", type=float, default=0, help="0 leaves the soak out")
     options = parser.parse_args()
     print(f"Measured on {machine()}.", flush=True)
@@ -22,6 +24,8 @@ def main() -> None:
         _show(wire_table(options.rounds - options.rounds % BLOCKS))
     if options.load_seconds:
         _show(load_table(options.load_seconds))
+    if options.crowd_seconds:
+        _show(crowd_table(options.crowd_seconds))
     if options.soak_seconds:
         _show(soak_table(options.soak_seconds))
 
