@@ -154,14 +154,10 @@ class RobotLink(HttpConnection):
         if not self._is_made:  # the TLS handshake failed
             self._waiting_room.leave(self)
 
-    def abort(self) -> None:
-        """End the link at once."""
-        self.transport.abort()
-
     def _stop_timer(self) -> None:
         if self._cut_off is not None:
             self._cut_off.cancel()
 
     def _abort(self, event: str) -> None:
         log_event(log, logging.WARNING, event, peer=str(self.remote_address))
-        self.abort()
+        self.transport.abort()

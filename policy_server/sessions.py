@@ -56,7 +56,7 @@ class Link(Protocol):
         """Whether somebody is at its other end; takes seconds at most."""
         ...
 
-    def abort(self) -> None:
+    def cut(self) -> None:
         """End it at once."""
         ...
 
@@ -202,7 +202,7 @@ class Sessions:
             elif self._connections.get(holder.name) is holder:
                 log_event(log, logging.WARNING, "silent connection gives up its sessions", connection=holder.name)
                 self.leave(holder.name)
-                holder.link.abort()
+                holder.link.cut()
         if connection not in self._connections:
             raise Gone
         return False

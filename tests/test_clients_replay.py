@@ -188,7 +188,7 @@ def test_a_prompt_that_cannot_be_sent_is_one_line(tmp_path: Path, capsys: pytest
     with WireServer(brightness_answer) as server:
         assert replay.main(["--episode", str(episode), "--prompt", "grasp \udcff", "--url", server.url]) == 1
     last_line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last_line.startswith("replay: cannot be sent")
+    assert last_line.startswith("replay: prompt: cannot be sent")
 
 
 def test_the_synthetic_episode_moves_and_is_always_the_same() -> None:

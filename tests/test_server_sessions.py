@@ -196,14 +196,14 @@ class FakeLink:
     """One that answers a probe or does not."""
 
     alive: bool = True
-    aborted: bool = False
+    is_cut: bool = False
 
     async def is_alive(self) -> bool:
         await asyncio.sleep(0)
         return self.alive
 
-    def abort(self) -> None:
-        self.aborted = True
+    def cut(self) -> None:
+        self.is_cut = True
 
 
 class Store(Sessions):
@@ -358,7 +358,7 @@ async def test_a_dead_connection_gives_up_all_its_sessions_to_who_comes_with_one
     link.alive = False
     claims = await asyncio.gather(*(sessions.call(name, "a") for name in ("2", "3")), return_exceptions=True)
     assert [type(claim) for claim in claims] == [type(None), SessionInUse], "two at once: one gets it, which is alive"
-    assert link.aborted
+    assert link.is_cut
     await sessions.call("2", "b")
     assert sessions.engine.events == ["infer id a", "infer id b", "infer id a", "infer id b"]
     with pytest.raises(Gone):
