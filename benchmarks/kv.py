@@ -72,15 +72,23 @@ def compare_times(paged: Robot, dense: Robot, rounds: int) -> tuple[float, float
 
 @torch.inference_mode()
 def large_allocations(model: Model, robot: Robot) -> int:
-    """Allocations as large as one layer's K of a full window, in one denoise forward over a full window."""
-    while robot.session.kv.resident_frames != 7:
+    """Allocations as large as one layer's K of a full window that a denoise forward makes because its window is full.
+
+    What it allocates over a window of one frame as well is not the window's.
+    """
+    return _large_allocations(model, robot, 7) - _large_allocations(model, robot, 1)
+
+
+def _large_allocations(model: Model, robot: Robot, resident: int) -> int:
+    """Those of one denoise forward over a window of so many resident frames."""
+    while robot.session.kv.resident_frames != resident:
         robot.chunk()
     config, kv, geometry = model.config, robot.session.kv, robot.cache.geometry
     window_tokens = robot.cache.policy.capacity * geometry.frame_tokens
     window_k = window_tokens * geometry.heads * geometry.head_dim * geometry.dtype.itemsize
     time = model.dit.embed_time(torch.tensor([500, 500]))
     rope = Rope(geometry.head_dim, config.latent_height // 2, config.latent_width // 2, 2, 24, 1)
-    rotation = rope.rotation(7, 2, True, CPU)
+    rotation = rope.rotation(resident, 2, True, CPU)
     tokens = torch.randn(1, 2 * geometry.frame_tokens + geometry.register_tokens, config.dit.dim)
     cross = CrossContext((kv.text(0), kv.text(1)), kv.image)
     with robot.cache.call(kv), robot.cache.lease(kv, 2) as plan:

@@ -214,6 +214,7 @@ def test_what_cannot_be_met_is_one_line_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str, message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     said: list[str] = []
     with pytest.raises(PolicyLoadError) as raised:

@@ -13,7 +13,7 @@ from benchmarks import gpu, gpu_kernels
 from benchmarks.flops import Flops, call_flops, forward_flops
 from benchmarks.gpu_model import RandomWeights, droid_14b, load
 from benchmarks.gpu_report import Verdict
-from benchmarks.gpu_speed import Way, time_calls
+from benchmarks.gpu_speed import Way, begin_speed_table, time_calls
 from engine.config import parse_config
 from tests.fake_cuda import fake_cuda
 from tests.golden import Mode, Report
@@ -154,6 +154,7 @@ def test_targets_are_told_on_the_machine_that_they_are_for(capsys: pytest.Captur
     assert Verdict(False).beside("1.30", 1.3, 1.25) == "1.30"
     bench = load("tiny", CPU, torch.float32, fp8=True, text_encoder=CPU)
     verdict = Verdict(True)
+    begin_speed_table()
     time_calls(bench, Way("eager", "mask-5", main=True), 1, {"model": 1e9, "fp8": 1e9}, verdict, plain_dit=1e-6)
     printed = capsys.readouterr().out
     assert "of that without fp8 (0.65: missed)" in printed
