@@ -161,7 +161,7 @@ def test_one_log_line_says_what_the_pool_holds(caplog: pytest.LogCaptureFixture)
     build_cache(config, 2**29, torch.device("cpu"), torch.float32)
     (line,) = caplog.messages
     assert line == (
-        "KV cache: 58 blocks of 6.9 MiB, 510.9 MiB with cross-attention, room for 4 sessions, attention by sdpa"
+        "KV cache: 57 blocks of 6.9 MiB, 506.4 MiB with cross-attention, room for 4 sessions, attention by sdpa"
     )
 
 
