@@ -222,7 +222,7 @@ def test_calls_wait_for_one_piece_at_most(start) -> None:
     loop.end_session("a").result(SECONDS)
     assert gate.entered.wait(SECONDS)
     waiting = [loop.infer(name, Observation({}, {}, "")) for name in "bcd"]
-    ended = loop.end_session("b")
+    ended = loop.end_session("e")
     gate.opened.set()
     for each in (*waiting, ended):
         each.result(SECONDS)
@@ -230,7 +230,7 @@ def test_calls_wait_for_one_piece_at_most(start) -> None:
     recorder.finished.result(SECONDS)
     assert policy.events[: 5 + 4 + 1] == [
         "infer a", "infer a", "end a", "piece 0", "piece 1",
-        "infer b", "infer c", "infer d", "end b", "piece 2",
+        "end e", "infer b", "infer c", "infer d", "piece 2",
     ]  # fmt: skip
     assert threading.get_ident() not in policy.threads
     assert len(policy.threads) == 1
