@@ -144,7 +144,7 @@ class RobotLink(HttpConnection):
         with them up to three times the message.
         """
         self.protocol.parser.close()
-        for error in (self.protocol.parser_exc, self.protocol.handshake_exc):
+        for error in (self.protocol.parser_exc, self.protocol.handshake_exc, self.connection_exc):
             each: BaseException | None = error
             while each is not None:
                 each.__traceback__ = None
