@@ -223,7 +223,7 @@ async def test_a_robot_that_vanishes_with_messages_sent_ahead_is_noticed_and_its
         await hold(holding, gate)
         robots = [await asyncio.to_thread(open_websocket, server.port) for _ in range(4)]
         await asyncio.gather(*(asyncio.to_thread(vanish, robot) for robot in robots))
-        await until(lambda: server.sessions.connected == 1 and server.engine.stats().waiting == 0)
+        await until(lambda: len(server._conversations) == 1 and server.engine.stats().waiting == 0)
         gate.open()
         assert "actions" in await holding.reply()
     assert [event for event in policy.events if event.startswith("infer")] == ["infer connection 1"]
