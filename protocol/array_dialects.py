@@ -39,6 +39,7 @@ class Dialect(enum.Enum):
 _CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 _DTYPES = {order + code: np.dtype(order + code) for order in ("", "|", "=", "<", ">") for code in _CODES}
 _EXPECTED_DTYPE = "a boolean, integer or float dtype such as '|u1' or '<f4'"
+_MOST_TEXTS = 10_000  # each takes fifty bytes and more, however short it is
 _TEXT_DTYPE = re.compile(r"([<>=|]?)([US])([0-9]{1,7})")
 
 
@@ -197,6 +198,8 @@ def _texts(fields: Mapping[str, object], dtype_key: str, max_rank: int) -> str |
     order, kind, length = match.groups()
     size = int(length) * (4 if kind == "U" else 1)
     count = math.prod(shape)
+    if count > _MOST_TEXTS:
+        raise CodecError(f"an array of {count} texts, more than the {_MOST_TEXTS} allowed").inside("shape")
     if data.nbytes != size * count or not size:
         expected = f"shape {shape} of {match[0]!r} needs {size * count} bytes"
         raise CodecError(f"{expected}, found {data.nbytes}").inside("data")

@@ -86,9 +86,8 @@ def described(value: object) -> str:
     if isinstance(value, (bytes, memoryview)):
         return f"{len(value)} raw bytes{compression(bytes(value[:16]))}"
     if isinstance(value, dict):
-        if len(_FIELDS_OF_ARRAYS & value.keys()) > 1:
-            keys = ", ".join(sorted(map(shortened, value)))
-            return f"a plain map with {keys} (an array's map has '__ndarray__' or 'nd' in it)"
+        if len(of_arrays := _FIELDS_OF_ARRAYS & value.keys()) > 1:
+            return f"a plain map with {', '.join(sorted(of_arrays))} (an array's map has '__ndarray__' or 'nd' in it)"
         return f"a map of {len(value)} entries"
     if isinstance(value, list):
         return f"a list of {len(value)} entries" + (f", the first {described(value[0])}" if value else "")

@@ -29,6 +29,7 @@ RESET_REPLY = "reset successful"
 """The text frame that answers a reset."""
 
 LONGEST_SESSION_ID = 256
+_MOST_NAMES = 10_000  # in an array; lists have their limit in protocol.codec.Limits
 _NUMBER = re.compile(r"(?<!_)-?\d[\d.e+-]*")  # but for the number in a key
 
 
@@ -137,7 +138,7 @@ def _named_by_reset(value: Mapping[str, object]) -> tuple[str, ...] | None:
     given: list[object] = []
     for key in ("session_id", "session_ids"):
         names = value.get(key)
-        if isinstance(names, np.ndarray):
+        if isinstance(names, np.ndarray) and names.size <= _MOST_NAMES:
             names = list(names.reshape(-1))
         given += names if isinstance(names, list) else [names]
     if "session_ids" not in value and all(each is None or (isinstance(each, str) and not each) for each in given):

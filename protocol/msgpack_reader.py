@@ -85,7 +85,7 @@ class Reader:
         return bytes(value) if type(value) is memoryview else value
 
     def _value(self) -> object:
-        """The next value. Binary ones are views of the frame: the container that gets one decides (see _owned)."""
+        """The next value. Binary ones are views of the frame: whoever gets one makes it bytes or an array."""
         at = self._at
         if at >= len(self._frame):
             self._cut_short()

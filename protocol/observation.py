@@ -190,7 +190,7 @@ def _numbers(key: str, value: object, count: int) -> np.ndarray:
     """
     row = value
     if isinstance(row, list):
-        items = list(_leaves(row))
+        items = list(_leaves(row, count))
         row = np.array(items, dtype=np.float64) if all(_is_number(item) for item in items) else None
     elif _is_number(row):
         row = np.array([row], dtype=np.float64)
@@ -204,13 +204,13 @@ def _numbers(key: str, value: object, count: int) -> np.ndarray:
     return numbers
 
 
-def _leaves(items: list[object]) -> Iterator[object]:
-    """What lists in lists and arrays in them hold."""
+def _leaves(items: list[object], most: int) -> Iterator[object]:
+    """What lists in lists and arrays in them hold; arrays of more than `most` values as they are."""
     for item in items:
-        if isinstance(item, np.ndarray):
+        if isinstance(item, np.ndarray) and item.size <= most:
             item = item.tolist()
         if isinstance(item, list):
-            yield from _leaves(item)
+            yield from _leaves(item, most)
         else:
             yield item
 

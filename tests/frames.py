@@ -59,6 +59,11 @@ def memory_bombs() -> list[bytes]:
         msgpack.packb([{"__ndarray__": True, "data": b"", "dtype": "<f4", "shape": [0] * 8}] * 500),
         openpi_numpy.packb(observation(np.zeros((32, 64, 64, 3)), 0)),
         openpi_numpy.packb(observation(np.zeros((32, 3, 64, 64), np.float16), 0)),
+        openpi_numpy.packb({"prompt": np.zeros(8 * 2**20, "S1")}),
+        openpi_numpy.packb({"endpoint": "reset", "session_ids": np.zeros(8 * 2**20, np.uint8)}),
+        openpi_numpy.packb(
+            {**observation(np.zeros((8, 8, 3), np.uint8), 0), "observation/joint_position": [np.zeros(2**23, np.uint8)]}
+        ),
     ]
 
 

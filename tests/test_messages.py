@@ -359,6 +359,12 @@ BAD_REQUESTS = {
     "float infinite": (observation(**{WRIST: np.full((16, 16, 3), np.inf)}), WRIST, "in [0,1]", "inf"),
     "unequal frames": (observation(**{EXTERIOR[1]: image(4, 18, 32, 3)}), EXTERIOR[1], "1 frames, as many as", "4"),
     "six joints": (observation(**{JOINTS: np.zeros(6)}), JOINTS, "numbers of shape (7,)", "(6,)"),
+    "joints beside much": (
+        observation(**{JOINTS: {"data": 1, "shape": 2, **{f"{number:040}": 0 for number in range(4000)}}}),
+        JOINTS,
+        "numbers of shape (7,)",
+        "a plain map with data, shape (",
+    ),
     "joints of two steps": (observation(**{JOINTS: np.zeros((2, 7))}), JOINTS, "shape (7,)", "(2, 7)"),
     "joints as bytes": (observation(**{JOINTS: bytes(56)}), JOINTS, "numbers of shape (7,)", "56 raw bytes"),
     "joints NaN": (observation(**{JOINTS: np.full(7, np.nan)}), JOINTS, "finite numbers of shape (7,)", "nan"),
