@@ -5,7 +5,7 @@ A multiplication with its addition counts as two. What is not a matrix product (
 
 from dataclasses import dataclass
 
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 
 BRANCHES = 2
 

@@ -35,10 +35,10 @@ from benchmarks.gpu_model import Bench, free, load
 from benchmarks.gpu_report import Verdict, begin_part, begin_table, show, show_row, write_rows_to
 from benchmarks.gpu_speed import Way, begin_speed_table, compare_ways, time_calls
 from benchmarks.kv import machine
-from engine.builtin import BUILTIN_CONFIGS
-from engine.embodiment import Observation
-from engine.loading import load_policy
+from engine.checkpoint.builtin import BUILTIN_CONFIGS
+from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
+from engine.startup import load_policy
 from tests.golden import FILES, TOLERANCE, Mode, check
 
 SESSION = next(path for path in FILES if path.stem == "session")

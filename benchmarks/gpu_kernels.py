@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_report import Verdict, begin_table, show_row
-from engine.config import ModelConfig
-from engine.fp8 import quantize_rows
-from engine.loading import kv_geometry
+from engine.model.config import ModelConfig
+from engine.model.fp8 import quantize_rows
+from engine.startup import kv_geometry
 from kv_cache.attention import AttentionPlan, attend, available_backends
 from kv_cache.paged_kv import PagedKV
 

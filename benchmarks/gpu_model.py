@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.opening import Checkpoint, synthetic_checkpoint
-from engine.config import ModelConfig
-from engine.loading import build_cache, kv_geometry
-from engine.model import Model, load_model
+from engine.checkpoint.synthetic import as_trained
+from engine.model.config import ModelConfig
+from engine.model.weights import Model, load_model
 from engine.rollout import Prediction, Rollout, RolloutSettings
 from engine.session import Session
-from engine.synthetic import as_trained
+from engine.startup import build_cache, kv_geometry
 from kv_cache.attention import choose_backend
 from kv_cache.cache import KVCache
 from kv_cache.sizing import one_session_bytes

@@ -12,8 +12,8 @@ from benchmarks.flops import call_flops
 from benchmarks.gpu_model import Bench, free
 from benchmarks.gpu_report import Verdict, begin_table, show_row
 from benchmarks.kv import peak_resident_bytes
+from engine.model.step_cache import parse_step_cache
 from engine.rollout import Prediction, RolloutSettings
-from engine.step_cache import parse_step_cache
 
 STEPS = 16
 FLOAT32_TOLERANCE = 1e-4

@@ -15,16 +15,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.dense_kv import DenseKVCache
-from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.live_bytes import LiveBytes
 from engine.checkpoint.opening import synthetic_checkpoint
-from engine.dit import CrossContext, ForwardContext
-from engine.live_bytes import LiveBytes
-from engine.loading import build_cache
-from engine.model import Model, load_model
+from engine.model.dit import CrossContext, ForwardContext
+from engine.model.rope import Rope
+from engine.model.text import Tokenizer
+from engine.model.weights import Model, load_model
 from engine.rollout import Prediction, Rollout, RolloutSettings
-from engine.rope import Rope
 from engine.session import Session
-from engine.text import Tokenizer
+from engine.startup import build_cache
 from kv_cache.cache import KVCache
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ import torch
 from benchmarks.kv import machine, peak_resident_bytes
 from engine.checkpoint.opening import read_files
 from engine.checkpoint.synthesize import synthesize
-from engine.model import Model, is_finite, load_model
+from engine.model.weights import Model, is_finite, load_model
 
 SHARD_BYTES = 500 * 10**6
 BUFFER_BYTES = 16 * 2**20

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, relu, scaled_dot_product_attention, silu
 
-from engine.config import DitConfig
-from engine.model import Model
+from engine.model.config import DitConfig
+from engine.model.weights import Model
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from benchmarks.plain_dit import PlainDiT, Register
-from engine.model import Model
+from engine.model.solver import flow_sigmas, unipc
+from engine.model.step_cache import StepCacheSettings
+from engine.model.text import NEGATIVE_PROMPT, Tokenizer, encode_text, tokenize
+from engine.model.vae import build_vae
+from engine.model.vision import encode_image
+from engine.model.weights import Model
 from engine.rollout import Noise, RolloutSettings
-from engine.solver import flow_sigmas, unipc
-from engine.step_cache import StepCacheSettings
-from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, tokenize
-from engine.vae import build_vae
-from engine.vision import encode_image
 
 
 class PlainRollout:

@@ -17,12 +17,12 @@ import torch
 
 from benchmarks.flops import call_flops
 from benchmarks.kv import machine
-from engine.config import parse_config
 from engine.execution import EXECUTIONS
+from engine.model.config import parse_config
+from engine.model.step_cache import parse_step_cache
 from engine.presets import PRESETS, Preset
 from engine.rollout import Rollout
 from engine.session import Session
-from engine.step_cache import parse_step_cache
 from tests.golden import FILES, Engine, Golden, Mode, Report, build_engine, run_call
 
 DROID_14B = parse_config({"action_head_cfg": {"config": {}}})

@@ -22,17 +22,17 @@ from torch import Tensor
 
 from benchmarks.kv import CPU, machine
 from benchmarks.plain_rollout import PlainRollout
-from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.opening import synthetic_checkpoint
-from engine.config import ModelConfig, parse_config
-from engine.embodiment_file import read_embodiment
 from engine.execution import EXECUTIONS
-from engine.loading import build_cache
-from engine.model import Model, load_model
+from engine.model.config import ModelConfig, parse_config
+from engine.model.text import Tokenizer, tokenize
+from engine.model.weights import Model, load_model
+from engine.robot.embodiment_file import read_embodiment
+from engine.robot.transforms import Transforms
 from engine.rollout import Noise, Rollout, RolloutSettings
 from engine.session import Session
-from engine.text import Tokenizer, tokenize
-from engine.transforms import Transforms
+from engine.startup import build_cache
 from kv_cache.sizing import CPU_DEFAULT_BYTES
 from tests.golden import Golden, Report
 

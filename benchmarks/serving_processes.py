@@ -84,8 +84,8 @@ class MarkedTinyPolicy:
     def __init__(self, handed_out: Path) -> None:
         import torch
 
-        from engine.loading import load_policy
         from engine.settings import EngineSettings
+        from engine.startup import load_policy
 
         torch.set_num_threads(1)
         self._handed_out = np.memmap(handed_out, np.float64, "r+", shape=(1,))

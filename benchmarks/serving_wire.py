@@ -9,7 +9,7 @@ from openpi_client import msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from benchmarks.serving_processes import StubPolicy, observation, running, serve_ours, serve_plainly
-from engine.embodiment_file import read_embodiment
+from engine.robot.embodiment_file import read_embodiment
 from policy_server.observations import observation_spec
 from protocol.codec import Limits
 from protocol.messages import read_request

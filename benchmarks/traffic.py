@@ -30,14 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_model import droid_14b
-from engine.config import ModelConfig, parse_config
-from engine.dit import CrossContext, DiT, ForwardContext, TimeEmbedding
 from engine.execution import DirectExecution, compile_variants
-from engine.fp8 import FP8, use_fp8
-from engine.loading import kv_geometry
-from engine.rope import Rotation
-from engine.vae import build_vae, prepare_convolutions
-from engine.video_encoder import VideoEncoder
+from engine.model.config import ModelConfig, parse_config
+from engine.model.dit import CrossContext, DiT, ForwardContext, TimeEmbedding
+from engine.model.fp8 import FP8, use_fp8
+from engine.model.rope import Rotation
+from engine.model.vae import build_vae, prepare_convolutions
+from engine.model.video_encoder import VideoEncoder
+from engine.startup import kv_geometry
 from kv_cache.paged_kv import PagedKV
 from kv_cache.window import WindowPolicy
 
@@ -158,7 +158,7 @@ def h200() -> Iterator[None]:
         stack.enter_context(mock.patch.object(worker, "get_device_properties", staticmethod(lambda *_, **__: H200)))
         stack.enter_context(mock.patch.object(fake, "init_gpu_context"))
         # Which kernel it runs is asked of the driver: here, in half precision, the flash one for heads up to 256.
-        stack.enter_context(mock.patch("engine.dit.scaled_dot_product_attention", _flash))
+        stack.enter_context(mock.patch("engine.model.dit.scaled_dot_product_attention", _flash))
         stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", _efficient))
         triton.runtime.driver.set_active(driver)
         stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
@@ -254,7 +254,7 @@ def encoder_traffic(config: ModelConfig) -> tuple[Traffic, Traffic]:
         encoder = VideoEncoder(vae)
         frames = 1 + 4 * config.dit.num_frame_per_block
         video = torch.empty(1, 3, frames, config.video_height, config.video_width, device=CUDA, dtype=torch.bfloat16)
-        with mock.patch("engine.video_encoder.compile_variants", counted):
+        with mock.patch("engine.model.video_encoder.compile_variants", counted):
             encoder.encode(video, compiled=True)
         with _Eager() as eager:
             encoder.encode(video)

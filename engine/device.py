@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from engine.config import ModelConfig
 from engine.device_faults import DeviceUnavailable
-from engine.model import weight_bytes
+from engine.model.config import ModelConfig
+from engine.model.weights import weight_bytes
 
 logger = logging.getLogger(__name__)
 

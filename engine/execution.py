@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from engine.dit import CrossContext, DiT, ForwardContext, TimeEmbedding, as_batch, run_block
+from engine.model.dit import CrossContext, DiT, ForwardContext, TimeEmbedding, as_batch, run_block
 from kv_cache.paged_kv import KVGeometry, PagedKV
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.opening import Checkpoint
-from engine.embodiment import Embodiment, Observation
+from engine.model.text import LONGEST_PROMPT
 from engine.presets import Preset
+from engine.robot.embodiment import Embodiment, Observation
+from engine.robot.transforms import Transforms
 from engine.rollout import Rollout
 from engine.session import BUFFERED_FRAMES, Session, Window
-from engine.text import LONGEST_PROMPT
-from engine.transforms import Transforms
 from kv_cache.cache import KVCache, KVReport
 
 

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.dit import CrossContext, ForwardContext, Register
 from engine.execution import CudaRecorder, DirectExecution, Execution, RecordedExecution, RecordingError
-from engine.frames import FrameEncoder
-from engine.model import Model
-from engine.rope import Rope, Rotation
+from engine.model.config import ModelConfig
+from engine.model.dit import CrossContext, ForwardContext, Register
+from engine.model.encoders import FrameEncoder
+from engine.model.rope import Rope, Rotation
+from engine.model.solver import FlowSolver, flow_sigmas, flow_timesteps
+from engine.model.step_cache import StepCacheSettings
+from engine.model.text import NEGATIVE_PROMPT, Tokenizer, encode_text, is_too_long, tokenize
+from engine.model.vae import decode_video
+from engine.model.weights import Model
 from engine.session import Session, Window
-from engine.solver import FlowSolver, flow_sigmas, flow_timesteps
-from engine.step_cache import StepCacheSettings
-from engine.text import NEGATIVE_PROMPT, Tokenizer, encode_text, is_too_long, tokenize
-from engine.vae import decode_video
 from kv_cache.attention import AttentionPlan
 from kv_cache.cache import KVCache
 

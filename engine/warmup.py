@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.embodiment import Embodiment, Observation
 from engine.policy import Policy
+from engine.robot.embodiment import Embodiment, Observation
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
-from engine.embodiment import Observation
 from engine.fair_queue import Peer
-from engine.loop import EngineBusy, EngineStopped, TimedChunk
+from engine.robot.embodiment import Observation
+from engine.worker import EngineBusy, EngineStopped, TimedChunk
 from policy_server.http import Wishes
 from policy_server.link import RobotLink
 from policy_server.logs import LogBudget, log_event

@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from engine.embodiment import Embodiment
+from engine.robot.embodiment import Embodiment
 from protocol.handshake import HANDSHAKE
 from protocol.observation_spec import Camera, ObservationSpec, StateVector
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from engine.device_faults import DeviceUnavailable
-from engine.loop import LoadPolicy
 from engine.settings import EngineSettings
+from engine.worker import LoadPolicy
 from policy_server.descriptors import AcceptErrors
 from policy_server.garbage import keep_what_is_loaded, let_go_of_what_is_loaded
 from policy_server.logs import configure_logging, log_event
@@ -90,7 +90,7 @@ def load(settings: EngineSettings, report: Callable[[str], None]) -> "Policy":
     report("importing torch")
     import torch
 
-    from engine.loading import PolicyLoadError, load_policy
+    from engine.startup import PolicyLoadError, load_policy
 
     # One core stays free for the event loop. On a CPU, torch's threads wait for each other by spinning: with as many
     # as there are cores, whatever else runs makes every operation wait, and calls become many times slower.

@@ -17,11 +17,11 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
-from engine.embodiment import EmbodimentError
-from engine.embodiment_file import read_embodiment
 from engine.fair_queue import Peer
-from engine.loop import EngineLoop, LoadPolicy
-from engine.recording import Recorder
+from engine.robot.embodiment import EmbodimentError
+from engine.robot.embodiment_file import read_embodiment
+from engine.video.recorder import Recorder
+from engine.worker import EngineLoop, LoadPolicy
 from policy_server.connection import Conversation, Host, close_reason
 from policy_server.descriptors import TooFewDescriptors, raise_limit
 from policy_server.http import Door, asking_host, told_by_proxy, wishes

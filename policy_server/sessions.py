@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.embodiment import Observation
 from engine.fair_queue import Peer
-from engine.loop import EngineLoop, EngineStopped, TimedChunk
+from engine.robot.embodiment import Observation
+from engine.worker import EngineLoop, EngineStopped, TimedChunk
 from policy_server.logs import log_event
 
 log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.builtin import BUILTIN_STATISTICS
+from engine.checkpoint.builtin import BUILTIN_STATISTICS
 from engine.checkpoint.synthesize import synthesize
-from engine.embodiment import Observation
-from engine.loading import load_policy
+from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
+from engine.startup import load_policy
 
 KEYS = Path(__file__).parent / "data" / "droid_checkpoint_keys.json.gz"
 

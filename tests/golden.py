@@ -21,18 +21,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.builtin import BUILTIN_STATISTICS
+from engine.checkpoint.builtin import BUILTIN_STATISTICS
 from engine.checkpoint.opening import Checkpoint, synthetic_checkpoint
-from engine.dit import CrossContext, ForwardContext, Register
-from engine.embodiment_file import read_embodiment
 from engine.execution import EXECUTIONS
-from engine.loading import build_cache
-from engine.model import Model, load_model
+from engine.model.dit import CrossContext, ForwardContext, Register
+from engine.model.rope import Rope
+from engine.model.step_cache import StepCacheSettings
+from engine.model.weights import Model, load_model
+from engine.robot.embodiment_file import read_embodiment
+from engine.robot.transforms import Transforms
 from engine.rollout import Noise, Prediction, Rollout, RolloutSettings
-from engine.rope import Rope
 from engine.session import Session
-from engine.step_cache import StepCacheSettings
-from engine.transforms import Transforms
+from engine.startup import build_cache
 from kv_cache.attention import choose_backend
 from kv_cache.cache import KVCache
 from kv_cache.sizing import CPU_DEFAULT_BYTES

@@ -15,10 +15,10 @@ import torch
 from websockets.asyncio.client import ClientConnection, connect
 
 from engine import watchdog
-from engine.embodiment import Observation
-from engine.loading import load_policy
 from engine.policy import Chunk, Policy, PolicyStats
+from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
+from engine.startup import load_policy
 from policy_server.logs import configure_logging
 from policy_server.process import run
 from policy_server.server import PolicyServer

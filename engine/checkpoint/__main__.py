@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.builtin import BUILTIN_CONFIGS
+from engine.checkpoint.builtin import BUILTIN_CONFIGS
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.opening import read_files
 from engine.checkpoint.summary import CARDS_GIB, summarize

@@ -1,6 +1,6 @@
 """What every part of reading a checkpoint raises."""
 
-from engine.one_line import one_line
+from engine.files.one_line import one_line
 
 
 class CheckpointError(ValueError):

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import ModelConfig
+from engine.checkpoint.live_bytes import LiveBytes
 from engine.execution import graph_copies_bytes
-from engine.live_bytes import LiveBytes
-from engine.loading import kv_geometry
-from engine.model import Model, build_model, weight_bytes
+from engine.model.config import ModelConfig
+from engine.model.weights import Model, build_model, weight_bytes
 from engine.settings import EngineSettings
+from engine.startup import kv_geometry
 from kv_cache.paged_kv import KVGeometry
 from kv_cache.sizing import NotEnoughMemory, one_session_bytes, plan_budget
 from kv_cache.window import WindowPolicy

@@ -8,18 +8,18 @@ from typing import Any
 
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.hub import CHECKPOINT_FILES, TOKENIZER_FILES, locate
 from engine.checkpoint.lora import split_adapters
 from engine.checkpoint.shards import read_entries, read_json
+from engine.checkpoint.synthetic import SyntheticWeights
 from engine.checkpoint.training import TrainingConfig, read_training
 from engine.checkpoint.weights import StoredWeights
-from engine.config import ConfigError, ModelConfig, parse_config
-from engine.model import Weights
-from engine.regular_file import open_regular
-from engine.synthetic import SyntheticWeights
-from engine.text import Tokenizer
+from engine.files.regular_file import open_regular
+from engine.model.config import ConfigError, ModelConfig, parse_config
+from engine.model.text import Tokenizer
+from engine.model.weights import Weights
 
 RELEASE_TOKENIZER = "google/umt5-xxl"
 CONFIG_FILE = "config.json"

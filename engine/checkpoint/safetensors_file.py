@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.checkpoint.error import CheckpointError
-from engine.regular_file import open_regular
+from engine.files.regular_file import open_regular
 
 DTYPES = {
     "F64": torch.float64,

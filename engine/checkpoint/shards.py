@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.safetensors_file import PICKLE_SUFFIXES, StoredTensor, read_header
-from engine.regular_file import open_regular
+from engine.files.regular_file import open_regular
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from engine.checkpoint.footprint import CUDA_BYTES, GIB, Footprint, footprint
 from engine.checkpoint.names import DIT, TEXT, UNUSED
 from engine.checkpoint.opening import CheckpointFiles
 from engine.checkpoint.safetensors_file import StoredTensor
-from engine.model import build_model
+from engine.model.weights import build_model
 
 CARDS_GIB = (24, 48, 80, 141)
 _COMPONENTS = (

@@ -12,15 +12,15 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.names import IMAGE, UNUSED
 from engine.checkpoint.opening import CONFIG_FILE, STATISTICS_FILE
 from engine.checkpoint.shards import INDEX_FILE, SINGLE_FILE
+from engine.checkpoint.synthetic import synthetic_tensor
 from engine.checkpoint.training import CONF_FILE
-from engine.config import ModelConfig, parse_config
-from engine.model import build_model
-from engine.synthetic import synthetic_tensor
+from engine.model.config import ModelConfig, parse_config
+from engine.model.weights import build_model
 
 SHARD_BYTES = 4 * 10**9
 Fill = Callable[[str, tuple[int, ...]], Tensor]

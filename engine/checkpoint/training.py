@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.error import CheckpointError
-from engine.yaml_file import YamlError, load_yaml
+from engine.files.yaml_file import YamlError, load_yaml
 
 CONF_FILE = Path("experiment_cfg") / "conf.yaml"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.opening import CheckpointFiles
 from engine.checkpoint.safetensors_file import DTYPES, TensorFiles, make_buffer
-from engine.model import build_model, is_finite
+from engine.model.weights import build_model, is_finite
 
 
 def find_problems(files: CheckpointFiles) -> Iterator[str]:

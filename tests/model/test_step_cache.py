@@ -1,0 +1,54 @@
+"""Which steps run: the release's masks, and the spec's example of the velocity cache."""
+
+import math
+
+import pytest
+import torch
+
+from engine.model.step_cache import StepCacheSettings, VelocityCache, parse_step_cache
+
+
+def velocity_at(angle: float) -> torch.Tensor:
+    return torch.tensor([[math.cos(angle), math.sin(angle)]])
+
+
+def run(cache: VelocityCache, similarities: list[float], steps: int = 16) -> str:
+    """Run a call in which each computed velocity has the next of `similarities` to the one before."""
+    angle, pending, ran = 0.0, iter(similarities), ""
+    for step in range(steps):
+        runs = cache.runs(step)
+        ran += str(int(runs))
+        if runs:
+            cache.computed(velocity_at(angle))
+            angle += math.acos(next(pending, 0.0))
+    return ran
+
+
+def test_the_velocity_cache_decides_as_in_the_spec_s_example() -> None:
+    """Similarities of consecutive computed velocities: .884 before step 2, .733 .809 .816 ..., .849 before step 10."""
+    cache = VelocityCache((0.86, 0.82), (4, 2))
+    assert run(cache, [0.884, 0.733, 0.809, 0.816, 0.849, 0.738, 0.825]) == "1100001111001100"
+
+
+def test_after_a_skip_one_step_runs_without_a_check() -> None:
+    """Velocities that never turn: four steps are skipped, one runs, again and again."""
+    assert run(VelocityCache((0.95, 0.93), (4, 2)), [1.0] * 16) == "1100001000010000"
+
+
+def test_without_thresholds_every_step_runs() -> None:
+    assert run(StepCacheSettings().start(), [1.0] * 16) == "1" * 16  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [5, 6, 7, 8])
+def test_a_mask_runs_as_many_steps_as_its_name_says(count: int) -> None:
+    cache = parse_step_cache(f"mask-{count}", 16).start()
+    assert sum(cache.runs(step) for step in range(16)) == count
+
+
+def test_names_on_the_command_line() -> None:
+    assert parse_step_cache("none", 7) == StepCacheSettings()
+    assert parse_step_cache("velocity", 16) == StepCacheSettings(thresholds=(0.95, 0.93), countdowns=(4, 2))
+    with pytest.raises(ValueError, match="none, velocity, mask-5"):
+        parse_step_cache("mask-9", 16)
+    with pytest.raises(ValueError, match="made for 16 steps, not for 8"):
+        parse_step_cache("mask-8", 8)

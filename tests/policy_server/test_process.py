@@ -1,0 +1,252 @@
+"""`python -m policy_server` as a supervisor sees it: its lines, its signals, its exit codes, its manners under load."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from websockets.exceptions import ConnectionClosed
+
+from engine.robot.embodiment import Observation
+from policy_server.server import PolicyServer
+from policy_server.settings import ServerSettings
+from tests.serving import SECONDS, Gate, Robot, WatchedPolicy, observation
+
+TINY = ("--steps", "1", "--port", "0")
+LOADING = 60
+
+
+class Process:
+    """A server process whose log lines are read as they come. open_files: its limits on them, soft and hard."""
+
+    def __init__(
+        self, *arguments: str, module: str = "policy_server", open_files: tuple[int, int] | None = None
+    ) -> None:
+        command = [sys.executable, "-m", module, *arguments]
+        if open_files is not None:
+            command = ["prlimit", "--nofile={}:{}".format(*open_files), *command]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        self.log: list[str] = []
+
+    def line(self, containing: str) -> str:
+        """Read on until a line contains this."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if containing in line:
+                return line
+        raise AssertionError(f"no line with {containing!r} in {''.join(self.log)}")
+
+    def url(self) -> str:
+        return self.line("listening").split("url=")[1].strip()
+
+    def end(self, within: float = SECONDS) -> int:
+        """The exit code."""
+        _, rest = self.process.communicate(timeout=within)
+        self.log += rest.splitlines(keepends=True)
+        return self.process.returncode
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def server(
+    *arguments: str, module: str = "policy_server", open_files: tuple[int, int] | None = None
+) -> Iterator[Process]:
+    running = Process(*arguments, module=module, open_files=open_files)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.communicate()
+
+
+async def test_one_line_says_that_it_is_ready_where_and_what_the_weights_are() -> None:
+    with server(*TINY) as running:
+        url = running.url()
+        line = running.line("ready")
+        assert url in line
+        assert '"tiny" has synthetic weights, not trained ones' in line
+        async with await Robot.connect(url) as robot:
+            assert (await robot.ask(observation()))["actions"].shape == (24, 8)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_the_running_and_the_waiting_call_be_answered_then_closes_with_1001(number: int) -> None:
+    with server("1.5", *TINY, module="tests.serving") as running:
+        url = running.url()
+        running.line("ready")
+        robots = [await Robot.connect(url) for _ in range(3)]
+        for robot in robots[:2]:
+            await robot.send(observation())
+        await asyncio.sleep(0.5)
+        running.process.send_signal(number)
+        running.process.send_signal(number)  # an echo, as supervisors send it, not a second order
+        for robot in robots[:2]:
+            assert (await robot.reply())["actions"].shape == (24, 8)
+        for robot in robots:
+            with pytest.raises(ConnectionClosed) as closed:
+                await robot.websocket.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1001
+        assert await asyncio.to_thread(running.end) == 0
+        assert "Traceback" not in "".join(running.log)
+        assert running.log[-1].endswith(" stopped\n")
+
+
+async def test_draining_ends_at_its_timeout_and_says_so() -> None:
+    with server("60", "--drain-timeout", "0.5", *TINY, module="tests.serving") as running:
+        url = running.url()
+        running.line("ready")
+        async with await Robot.connect(url) as robot:
+            await robot.send(observation())
+            await asyncio.sleep(0.5)
+            told_at = time.monotonic()
+            running.process.terminate()
+            assert "shutting down" in await robot.reply()
+            assert await asyncio.to_thread(running.end) == 1
+            assert 0.4 < time.monotonic() - told_at < 10
+    assert "calls not done in time" in "".join(running.log)
+
+
+async def test_a_second_order_ends_the_process_at_once() -> None:
+    with server("60", *TINY, module="tests.serving") as running:
+        url = running.url()
+        running.line("ready")
+        async with await Robot.connect(url) as robot:
+            await robot.send(observation())
+            await asyncio.sleep(0.5)
+            running.process.terminate()
+            await asyncio.sleep(1)
+            assert running.process.poll() is None
+            running.process.terminate()
+            assert await asyncio.to_thread(running.end, 5) == 128 + signal.SIGTERM
+
+
+async def test_a_signal_while_loading_is_obeyed() -> None:
+    with server(*TINY) as running:
+        running.url()
+        running.process.terminate()
+        assert await asyncio.to_thread(running.end, 10) == 0
+
+
+NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_signal_while_modules_are_imported_is_obeyed_by_a_containers_first_process_too(
+    is_first: bool, number: int
+) -> None:
+    if is_first and (shutil.which("unshare") is None or subprocess.run([*NAMESPACES, "true"]).returncode != 0):
+        pytest.skip("no process namespaces here")
+    command = [sys.executable, "-v", "-m", "policy_server", *TINY]  # -v: each import is told
+    with subprocess.Popen(
+        [*(NAMESPACES if is_first else ()), *command], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr)
+        assert any("policy_server.process" in line or "numpy" in line for line in lines)
+        target = process.pid
+        if is_first:
+            target = int(Path(f"/proc/{target}/task/{target}/children").read_text().split()[0])
+        os.kill(target, number)
+        assert not any("listening" in line for line in lines)
+        assert process.wait(SECONDS) == 0
+
+
+async def test_what_cannot_be_loaded_is_said_in_one_line_with_exit_code_2() -> None:
+    with server("--checkpoint", "/no/such/checkpoint", "--port", "0") as running:
+        assert await asyncio.to_thread(running.end, LOADING) == 2
+    (line,) = [line for line in running.log if "ERROR" in line]
+    assert "/no/such/checkpoint" in line
+    assert "Traceback" not in "".join(running.log)
+
+
+async def test_a_port_in_use_is_said_in_one_line_with_exit_code_2() -> None:
+    with server(*TINY) as first:
+        port = first.url().rsplit(":", 1)[1]
+        with server("--port", port) as second:
+            assert await asyncio.to_thread(second.end) == 2
+    (line,) = second.log
+    assert f"port {port}" in line
+    assert "in use" in line
+
+
+async def test_the_engines_death_ends_the_process_with_its_reason() -> None:
+    with server("die", *TINY, module="tests.serving") as running:
+        url = running.url()
+        running.line("ready")
+        async with await Robot.connect(url) as robot:
+            assert "the engine died" in await robot.ask(observation())
+            with pytest.raises(ConnectionClosed) as closed:
+                await robot.websocket.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1011
+        assert await asyncio.to_thread(running.end) == 1
+    assert [line for line in running.log if "ERROR" in line and "AcceleratorError" in line]
+
+
+async def test_an_engine_that_dies_while_draining_is_no_orderly_stop() -> None:
+    gate = Gate()
+
+    def before(session_id: str, asked: Observation) -> None:
+        gate(session_id, asked)
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    policy = await asyncio.to_thread(WatchedPolicy, before)
+    server = PolicyServer(ServerSettings(port=0), lambda report: policy)  # type: ignore[arg-type, return-value]
+    await server.start()
+    await server.ready()
+    async with await Robot.connect(server) as robot:
+        await robot.send(observation(prompt="hold"))
+        await gate.entered()
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0.05)
+        gate.open()
+        assert await robot.reply() == "not served: the engine died"
+        assert await stopping is False
+    assert isinstance(server.engine_error, torch.AcceleratorError)
+
+
+async def test_during_a_call_of_30_seconds_pings_and_healthz_are_answered_within_100_ms() -> None:
+    """The engine computes all the while, in a process of its own, as it does in a lab."""
+    with server("30", *TINY, module="tests.serving") as running:
+        url = running.url()
+        running.line("ready")
+        robots = [await Robot.connect(url, ping_interval=None) for _ in range(4)]
+        await robots[0].send(observation(4))
+        answered = asyncio.ensure_future(robots[0].websocket.recv())
+        started_at = time.monotonic()
+        pings: list[float] = []
+        healthz: list[float] = []
+        while not answered.done():
+            for robot in robots:
+                asked_at = time.monotonic()
+                await (await robot.websocket.ping())
+                pings.append(time.monotonic() - asked_at)
+            asked_at = time.monotonic()
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: test\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+            healthz.append(time.monotonic() - asked_at)
+            writer.close()
+            await asyncio.sleep(0.05)
+        assert time.monotonic() - started_at >= 30
+        for robot in robots:
+            await robot.close()
+    worst = max(pings), max(healthz)
+    assert len(healthz) > 200
+    assert max(worst) < 0.1, f"worst ping {worst[0]:.3f} s, worst healthz {worst[1]:.3f} s"
+    assert np.median(pings) < 0.01

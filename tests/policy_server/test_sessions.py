@@ -1,0 +1,391 @@
+"""Whose episode is whose, over real connections and with the real tiny policy; and the store of sessions alone."""
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.fair_queue import Peer
+from engine.worker import EngineBusy
+from policy_server.sessions import Gone, SessionInUse, Sessions
+from tests.serving import Robot, get, observation, serving, until
+
+
+def named(session_id: str | None, seed: int = 0) -> dict[str, object]:
+    return observation(frames=4, seed=seed, session_id=session_id)
+
+
+async def actions(robot: Robot, session_id: str | None, seed: int = 0) -> np.ndarray:
+    reply = await robot.ask(named(session_id, seed))
+    assert isinstance(reply, dict), reply
+    return reply["actions"]
+
+
+async def test_a_robot_that_reconnects_in_time_goes_on_with_its_window() -> None:
+    async with serving() as (server, policy):
+        async with await Robot.connect(server) as robot:
+            unbroken = [await actions(robot, "unbroken", seed) for seed in (1, 2)]
+        async with await Robot.connect(server) as robot:
+            first = await actions(robot, "broken", 1)
+        await until(lambda: server.sessions.waiting == 2)
+        async with await Robot.connect(server) as robot:
+            second = await actions(robot, "broken", 2)
+    np.testing.assert_array_equal([first, second], unbroken)
+    assert (unbroken[0] != unbroken[1]).any()
+    assert "end id broken" not in policy.events
+
+
+async def test_a_robot_that_stays_away_too_long_starts_anew() -> None:
+    async with serving(session_ttl=0.2) as (server, policy):
+        async with await Robot.connect(server) as robot:
+            await actions(robot, "a", 1)
+        await until(lambda: "end id a" in policy.events)
+        assert server.sessions.waiting == 0
+        async with await Robot.connect(server) as robot:
+            late = await actions(robot, "a", 2)
+            fresh = await actions(robot, "fresh", 2)
+    np.testing.assert_array_equal(late, fresh)
+
+
+async def test_environments_that_share_a_connection_get_bit_for_bit_what_each_gets_alone() -> None:
+    """Eight calls each: through the whole window and its restart."""
+    names, calls = ("env 0", "env 1", "env 2"), range(8)
+    async with serving() as (server, policy):
+        alone = {}
+        for number, name in enumerate(names):
+            async with await Robot.connect(server) as robot:
+                alone[name] = [await actions(robot, f"{name} alone", 100 * number + call) for call in calls]
+        shared: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        async with await Robot.connect(server) as robot:
+            for call in calls:
+                for number, name in enumerate(names[:: 1 if call % 2 else -1]):
+                    number = names.index(name)
+                    shared[name].append(await actions(robot, name, 100 * number + call))
+            assert not any(event.startswith("end id env") and "alone" not in event for event in policy.events)
+    for name in names:
+        np.testing.assert_array_equal(shared[name], alone[name])
+
+
+async def test_a_reset_ends_the_episodes_it_names_and_no_others() -> None:
+    async with (
+        serving() as (server, policy),
+        await Robot.connect(server) as robot,
+        await Robot.connect(server) as other,
+    ):
+        for name in ("a", "b", "c"):
+            await actions(robot, name)
+        await actions(other, "d")
+        for reset, ended in (
+            ({"session_id": "b"}, ["b"]),
+            ({"session_id": "unknown"}, []),
+            ({"session_id": "d"}, []),
+            ({"session_ids": None}, []),
+            ({"session_ids": ["a", "d", "unknown", 5]}, ["a"]),
+            ({}, ["c"]),  # the one used last
+            ({}, []),
+        ):
+            before = len(policy.events)
+            assert await robot.ask({"endpoint": "reset", **reset}) == "reset successful"
+            await until(lambda: not server.engine.stats().running)
+            await until(lambda: len(policy.events) >= before + len(ended))  # noqa: B023
+            assert policy.events[before:] == [f"end id {name}" for name in ended]
+        assert server.sessions.connected == 1
+
+
+async def test_the_reply_tells_where_the_episode_stands() -> None:
+    async def told(robot: Robot, session_id: str | None) -> tuple[int, str, bool]:
+        reply = await robot.ask(named(session_id))
+        assert list(reply["episode"]) == ["call", "window", "resumed"]
+        return tuple(reply["episode"].values())
+
+    async with serving() as (server, _):
+        async with await Robot.connect(server) as robot:
+            assert await told(robot, "a") == (1, "new", False)
+            assert await told(robot, "a") == (2, "continued", False)
+            await robot.ask({"endpoint": "reset", "session_id": "a"})
+            assert await told(robot, "a") == (1, "reset", False)
+            assert await told(robot, "b") == (1, "new", False)
+        await until(lambda: server.sessions.waiting == 2)
+        async with await Robot.connect(server) as robot:
+            assert await told(robot, "a") == (2, "continued", True)
+            assert await told(robot, "a") == (3, "continued", False)
+            assert await told(robot, "gone with an earlier server") == (1, "new", False)
+
+
+async def test_without_an_id_the_connection_is_the_episode() -> None:
+    async with serving() as (server, policy), await Robot.connect(server) as one, await Robot.connect(server) as two:
+        for robot in (one, two):
+            await actions(robot, None)
+        await one.close()
+        await until(lambda: len(policy.events) == 3)
+        assert server.sessions.waiting == 0
+    assert policy.events == ["infer connection 1", "infer connection 2", "end connection 1"]
+
+
+async def test_the_same_id_from_a_second_live_connection_is_refused_and_nobody_is_disturbed() -> None:
+    async with serving() as (server, policy), await Robot.connect(server) as one, await Robot.connect(server) as two:
+        await actions(one, "mine", 1)
+        await actions(two, "other", 1)
+        refusal = await two.ask(named("mine"))
+        assert isinstance(refusal, str)
+        assert "session_id" in refusal
+        assert "'mine'" in refusal
+        np.testing.assert_array_equal(await actions(one, "mine", 2), await actions(two, "other", 2))
+        _, _, metrics = await get(server, "/metrics")
+    assert 'dreamzero_requests_total{kind="infer",outcome="session_in_use"} 1.0' in metrics
+    assert "end id other" not in policy.events[:4]
+
+
+async def test_blocks_and_sessions_are_accounted_for_after_churn() -> None:
+    async with serving(session_ttl=0) as (server, policy):
+        before = policy.stats()
+        for number in range(4):
+            async with await Robot.connect(server) as robot:
+                await actions(robot, f"episode {number}" if number % 2 else None)
+                if number == 3:
+                    await robot.ask({"endpoint": "reset"})
+        await until(lambda: sum(event.startswith("end") for event in policy.events) == 4)
+        await until(lambda: not server.engine.stats().running)
+        after = policy.stats()
+    assert after.sessions == before.sessions
+    assert after.blocks_used == before.blocks_used
+    assert after.blocks_free == before.blocks_free
+
+
+async def test_one_line_is_logged_per_start_and_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "policy_server")
+    async with serving() as (server, _):
+        async with await Robot.connect(server) as robot:
+            await actions(robot, "a")
+            await robot.ask(named("a"))
+            await robot.ask({"endpoint": "reset"})
+        await until(lambda: "connection close" in caplog.messages)
+    assert [message for message in caplog.messages if "listen" not in message] == [
+        "connection open",
+        "session start",
+        "session end",
+        "connection close",
+        "stopped",
+    ]
+
+
+class RecordingEngine:
+    """Writes down what sessions ask of it, and may be too busy."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.busy = False
+
+    def infer(self, key: str, seen: object, peer: object) -> Future[Any]:
+        if self.busy:
+            raise EngineBusy
+        self.events.append(f"infer {key}")
+        return Future()
+
+    def end_session(self, key: str) -> Future[None]:
+        self.events.append(f"end {key}")
+        return Future()
+
+
+@dataclass
+class FakeLink:
+    """One that answers a probe or does not."""
+
+    alive: bool = True
+    is_cut: bool = False
+
+    async def is_alive(self) -> bool:
+        await asyncio.sleep(0)
+        return self.alive
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+
+class Store(Sessions):
+    """Sessions over a recording engine, with connections that open when they are first used."""
+
+    def __init__(self, ttl: float = 60, most: int = 128) -> None:
+        self.engine = RecordingEngine()
+        super().__init__(self.engine, ttl, most)  # type: ignore[arg-type]
+
+    async def call(self, connection: str, session_id: str | None, *, open: bool = True) -> None:
+        if open and connection not in self._connections:
+            self.open(connection, FakeLink())
+        self.infer(await self.claim(connection, session_id), None, Peer())  # type: ignore[arg-type]
+
+
+async def test_an_id_cannot_be_mistaken_for_a_connection_without_one() -> None:
+    sessions = Store()
+    await sessions.call("1", None)
+    await sessions.call("2", "connection 1")
+    await sessions.call("3", "1")
+    assert len(set(sessions.engine.events)) == 3
+
+
+async def test_requests_without_an_id_are_an_episode_of_their_own() -> None:
+    sessions = Store()
+    for session_id in (None, "a", None, "a"):
+        await sessions.call("1", session_id)
+    assert sessions.engine.events == ["infer connection 1", "infer id a"] * 2
+    await sessions.reset("1", None)
+    await sessions.call("1", None)
+    assert sessions.engine.events[4:] == ["end id a", "infer connection 1"]
+    await sessions.reset("1", None)
+    await sessions.call("1", None)
+    assert sessions.engine.events[6:] == ["end connection 1", "infer connection 1"]
+
+
+async def test_a_refused_id_changes_nothing() -> None:
+    sessions = Store()
+    await sessions.call("1", "a")
+    await sessions.call("2", "b")
+    with pytest.raises(SessionInUse):
+        await sessions.call("2", "a")
+    await sessions.call("2", "b")
+    assert sessions.engine.events == ["infer id a", "infer id b", "infer id b"]
+
+
+async def test_a_session_that_never_reached_the_engine_is_not_ended_there_nor_kept() -> None:
+    """Else a robot could fill the queue with ends, which are never refused, while its calls are."""
+    sessions = Store()
+    sessions.engine.busy = True
+    for number in range(3):
+        with pytest.raises(EngineBusy):
+            await sessions.call("1", f"{number}")
+    sessions.leave("1")
+    assert sessions.engine.events == []
+    assert (sessions.connected, sessions.waiting) == (0, 0)
+
+
+async def test_a_reset_lets_go_of_the_id() -> None:
+    sessions = Store()
+    await sessions.call("1", "a")
+    await sessions.reset("1", None)
+    await sessions.reset("1", None)
+    await sessions.call("2", "a")
+    assert sessions.engine.events == ["infer id a", "end id a", "infer id a"]
+
+
+async def test_a_reset_that_names_its_episode_finds_it_after_a_reconnect() -> None:
+    sessions = Store(ttl=0.05)
+    await sessions.call("1", "a")
+    sessions.leave("1")
+    sessions.open("2", FakeLink())
+    await sessions.reset("2", ["a"])
+    await asyncio.sleep(0.1)
+    assert sessions.engine.events == ["infer id a", "end id a"]
+    assert sessions.waiting == 0
+
+
+async def test_a_reset_leaves_the_episode_of_another_live_connection_alone() -> None:
+    sessions = Store()
+    await sessions.call("1", "a")
+    await sessions.call("2", "b")
+    await sessions.reset("2", ["a"])
+    await sessions.call("1", "a")
+    assert sessions.engine.events == ["infer id a", "infer id b", "infer id a"]
+
+
+async def test_a_kept_session_ends_once_and_not_after_its_robot_is_back() -> None:
+    sessions = Store(ttl=0.05)
+    await sessions.call("1", "a")
+    sessions.leave("1")
+    await sessions.call("2", "a")
+    await asyncio.sleep(0.1)
+    assert "end id a" not in sessions.engine.events
+    sessions.leave("2")
+    assert sessions.waiting == 1
+    await asyncio.sleep(0.1)
+    assert sessions.engine.events.count("end id a") == 1
+    assert sessions.waiting == 0
+
+
+async def test_closing_forgets_without_a_word() -> None:
+    sessions = Store(ttl=0.05)
+    await sessions.call("1", "a")
+    sessions.leave("1")
+    sessions.close()
+    await asyncio.sleep(0.1)
+    assert sessions.engine.events == ["infer id a"]
+
+
+async def test_of_more_sessions_than_a_connection_may_keep_the_least_recently_used_ends() -> None:
+    sessions = Store(most=3)
+    for session_id in ("a", "b", "c", "a", "d"):
+        await sessions.call("1", session_id)
+    await sessions.call("2", "e")
+    assert [event for event in sessions.engine.events if event.startswith("end")] == ["end id b"]
+    assert sessions.connected == 4
+
+
+async def test_a_connection_that_was_open_before_is_no_returning_robot() -> None:
+    """Robot 1 resets, a stranger uses its id for one call and leaves: the call of robot 1 that follows begins anew."""
+    sessions = Store()
+    await sessions.call("1", "a")
+    await sessions.reset("1", None)
+    await sessions.call("2", "a")
+    sessions.leave("2")
+    await sessions.call("1", "a")
+    assert sessions.engine.events == ["infer id a", "end id a"] * 2 + ["infer id a"]
+    sessions.leave("1")
+    await sessions.call("3", "a")
+    assert sessions.engine.events[4:] == ["infer id a"] * 2, "one that comes later is"
+
+
+async def test_sessions_that_come_back_count_for_what_a_connection_may_keep() -> None:
+    sessions = Store(most=2)
+    for session_id in ("a", "b"):
+        await sessions.call("1", session_id)
+    sessions.leave("1")
+    for session_id in ("c", "d", "a", "b"):
+        await sessions.call("2", session_id)
+    assert [event for event in sessions.engine.events if event.startswith("end")] == ["end id c", "end id d"]
+    assert (sessions.connected, sessions.waiting) == (2, 0)
+
+
+async def test_a_dead_connection_gives_up_all_its_sessions_to_who_comes_with_one_of_their_ids() -> None:
+    sessions, link = Store(), FakeLink()
+    sessions.open("1", link)
+    for session_id in ("a", "b"):
+        await sessions.call("1", session_id)
+    with pytest.raises(SessionInUse):
+        await sessions.call("2", "a")
+    link.alive = False
+    claims = await asyncio.gather(*(sessions.call(name, "a") for name in ("2", "3")), return_exceptions=True)
+    assert [type(claim) for claim in claims] == [type(None), SessionInUse], "two at once: one gets it, which is alive"
+    assert link.is_cut
+    await sessions.call("2", "b")
+    assert sessions.engine.events == ["infer id a", "infer id b", "infer id a", "infer id b"]
+    with pytest.raises(Gone):
+        await sessions.call("1", "c", open=False)
+    sessions.leave("1")
+    assert (sessions.connected, sessions.waiting) == (2, 0)
+
+
+async def test_a_reset_reaches_the_episode_of_a_dead_connection() -> None:
+    """Clients reset at start; the one that was lost began the episode."""
+    sessions, link = Store(), FakeLink()
+    sessions.open("1", link)
+    await sessions.call("1", "a")
+    sessions.open("2", FakeLink())
+    await sessions.reset("2", ["a"])
+    link.alive = False
+    assert sessions.engine.events == ["infer id a"]
+    await sessions.reset("2", ["a"])
+    await sessions.call("2", "a")
+    assert sessions.engine.events == ["infer id a", "end id a", "infer id a"]
+
+
+async def test_the_first_answer_after_a_reconnect_says_so_whatever_became_of_calls_before() -> None:
+    sessions = Store()
+    await sessions.call("1", "a")
+    sessions.leave("1")
+    await sessions.call("2", "a")
+    session = await sessions.claim("2", "a")
+    assert not sessions.resumed("1", session)
+    assert [sessions.resumed("2", session) for _ in range(2)] == [True, False]
