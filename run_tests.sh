@@ -7,4 +7,7 @@ cd "$root"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-exec "$PYTHON" -m pytest "$@"
+# Files side by side, one more than there are cores, for many tests wait most of their time; torch's threads would wait
+# for each other.
+export OMP_NUM_THREADS=1
+exec "$PYTHON" -m pytest --numprocesses $(($(nproc) + 1)) --dist loadfile "$@"

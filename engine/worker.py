@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 LoadPolicy = Callable[[Callable[[str], None]], "Policy"]
 
 _OUT_OF_MEMORY_CALLS_TO_GIVE_UP = 3
+_SECONDS_WITHOUT_MEMORY = 30.0
 _DIED = "the engine died"  # what robots are told; what it died of is in `finished`
 
 
@@ -105,6 +106,7 @@ class EngineLoop:
         self._doubted = False
         self._not_ready: str | None = "starting"
         self._out_of_memory_calls = 0
+        self._out_of_memory_until = 0.0
         self._policy: Policy | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -118,7 +120,13 @@ class EngineLoop:
 
     @property
     def not_ready(self) -> str | None:
-        """None when calls are served, else why not (or not for certain), in words."""
+        """None when calls are served, else why not (or not for certain), in words.
+
+        After three calls in a row without memory that lasts until one succeeds, or half a minute: where a balancer
+        sends robots to servers that are ready, no call would ever come to show that there is memory again.
+        """
+        if self._not_ready is None and time.monotonic() < self._out_of_memory_until:
+            return f"{self._out_of_memory_calls} calls in a row ran out of device memory"
         return self._not_ready
 
     def infer(self, session_id: str, observation: Observation, peer: Peer | None = None) -> Future[TimedChunk]:
@@ -359,12 +367,10 @@ class EngineLoop:
         return chunk
 
     def _out_of_memory(self, calls: int) -> None:
-        """Keep count of calls in a row that had no memory; a call that succeeds makes the engine ready again."""
+        """Keep count of calls in a row that had no memory; see `not_ready`."""
+        lost = calls >= _OUT_OF_MEMORY_CALLS_TO_GIVE_UP
         self._out_of_memory_calls = calls
-        with self._wake:
-            if not self._stopping:
-                lost = calls >= _OUT_OF_MEMORY_CALLS_TO_GIVE_UP
-                self._not_ready = f"{calls} calls in a row ran out of device memory" if lost else None
+        self._out_of_memory_until = time.monotonic() + _SECONDS_WITHOUT_MEMORY if lost else 0.0
 
 
 def _fail(jobs: list[_Job], error: Exception) -> None:

@@ -96,7 +96,7 @@ class Conversation:
         self._warned_of: set[str] = set()
         self._kind = "unknown"
         self._fruitless = 0  # requests in a row that brought no actions
-        self._log_lines = LogBudget()
+        self._refusals = LogBudget(at_once=10, seconds=10.0)
         self.idle = asyncio.Event()  # set while no request is being worked on
         self.idle.set()
 
@@ -179,20 +179,16 @@ class Conversation:
 
     def _log_request(self, outcome: str, detail: dict[str, object]) -> None:
         """Refused requests have a line each, as long as there are few of them."""
+        fields = {"connection": self._name, "kind": self._kind, "outcome": outcome, **detail}
         if outcome in ("ok", "error"):  # an error has its line already
-            level = logging.DEBUG
-        elif self._log_lines.take():
-            level = logging.INFO
-            detail = detail | self.left_out_of_log
-            self._log_lines.left_out = 0
+            log_event(log, logging.DEBUG, "request", **fields)
         else:
-            return
-        log_event(log, level, "request", connection=self._name, kind=self._kind, outcome=outcome, **detail)
+            self._refusals.log(log, "request", **fields)
 
     @property
-    def left_out_of_log(self) -> dict[str, object]:
-        """How many lines were left out since one was written, for the next line; nothing where none were."""
-        return {"left_out": self._log_lines.left_out} if self._log_lines.left_out else {}
+    def refusals_left_out(self) -> int:
+        """Refused requests that have no line in the log, and were not counted in one."""
+        return self._refusals.left_out
 
     async def _reply(self, frame: str | bytes) -> str | bytes:
         self._host.metrics.received(len(frame))

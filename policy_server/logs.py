@@ -48,28 +48,31 @@ class RareEvent:
 
 
 class LogBudget:
-    """Lines that one connection may cause: so many at once, and then one in so many seconds.
+    """Logs events that clients cause: so many lines at once, and then one in so many seconds.
 
-    left_out: lines that there was no room for; the caller says so in the next one, and counts anew. clock: seconds.
+    left_out: lines that there was no room for since one was written, which that next one says. clock: seconds.
     """
 
-    def __init__(self, at_once: int = 10, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, at_once: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = self._lines = float(at_once)
         self._seconds = seconds
         self._clock = clock
         self._counted_at = clock()
         self.left_out = 0
 
-    def take(self) -> bool:
-        """Whether there is room for a line, which is then used up."""
+    def log(self, logger: logging.Logger, event: str, **fields: object) -> None:
+        """Log an event at INFO if there is room for its line. fields: see log_event."""
         now = self._clock()
         self._lines = min(self._most, self._lines + (now - self._counted_at) / self._seconds)
         self._counted_at = now
         if self._lines < 1:
             self.left_out += 1
-            return False
+            return
         self._lines -= 1
-        return True
+        if self.left_out:
+            fields["left_out"] = self.left_out
+        self.left_out = 0
+        log_event(logger, logging.INFO, event, **fields)
 
 
 class TextFormatter(logging.Formatter):

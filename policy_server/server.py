@@ -26,7 +26,7 @@ from policy_server.connection import Conversation, Host, close_reason
 from policy_server.descriptors import TooFewDescriptors, raise_limit
 from policy_server.http import Door, asking_host, told_by_proxy, wishes
 from policy_server.link import RobotLink
-from policy_server.logs import log_event
+from policy_server.logs import LogBudget, log_event
 from policy_server.metrics import Metrics
 from policy_server.observations import handshake, observation_spec
 from policy_server.origin import admits
@@ -57,7 +57,9 @@ class PolicyServer:
         if settings.engine.save_video is not None:
             self._recorder = Recorder(Path(settings.engine.save_video), episode_name)
         self.engine = EngineLoop(load, max_queue=settings.max_queue, recorder=self._recorder)
-        self.sessions = Sessions(self.engine, settings.session_ttl, settings.max_sessions)
+        # Whoever connects, names sessions and leaves, over and over, does not fill the disk.
+        self._comings_and_goings = LogBudget(at_once=1000, seconds=0.1)
+        self.sessions = Sessions(self.engine, settings.session_ttl, settings.max_sessions, self._comings_and_goings)
         self._conversations: dict[str, Conversation] = {}
         self._names = map(str, itertools.count(1))
         self._metrics = Metrics(
@@ -144,6 +146,8 @@ class PolicyServer:
             raise SettingsError(f"cannot listen on {settings.host!a:.300} port {settings.port}: {reason}") from error
         if not settings.is_loopback and settings.api_key is None:
             log_event(log, logging.WARNING, "open to the network without an API key", host=settings.host)
+        if settings.host == "::" and not socket.has_dualstack_ipv6():
+            log_event(log, logging.WARNING, "this system listens on IPv6 alone; robots with IPv4 cannot connect")
         log_event(log, logging.INFO, "listening", url=self.url)
         self.engine.start()
 
@@ -245,7 +249,7 @@ class PolicyServer:
         name = next(self._names)
         peer = websocket.remote_address
         fields = {"peer": f"{peer[0]}:{peer[1]}" if peer else ""} | told_by_proxy(websocket.request)
-        log_event(log, logging.INFO, "connection open", connection=name, **fields)
+        self._comings_and_goings.log(log, "connection open", connection=name, **fields)
         wished = wishes(cast(Request, websocket.request))
         if self.settings.reply == "array":
             wished = dataclasses.replace(wished, bare_array=True)
@@ -256,9 +260,10 @@ class PolicyServer:
             await websocket.close()
         finally:
             del self._conversations[name]
-            code, reason = websocket.close_code, websocket.close_reason
-            left_out = conversation.left_out_of_log
-            log_event(log, logging.INFO, "connection close", connection=name, code=code, reason=reason, **left_out)
+            told: dict[str, object] = {"code": websocket.close_code, "reason": websocket.close_reason}
+            if conversation.refusals_left_out:
+                told["refusals_left_out"] = conversation.refusals_left_out
+            self._comings_and_goings.log(log, "connection close", connection=name, **told)
 
 
 def _where(settings: ServerSettings) -> dict[str, Any]:

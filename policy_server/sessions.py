@@ -13,9 +13,11 @@ from typing import Protocol
 from engine.fair_queue import Peer
 from engine.robot.embodiment import Observation
 from engine.worker import EngineLoop, EngineStopped, TimedChunk
-from policy_server.logs import log_event
+from policy_server.logs import LogBudget, log_event
 
 log = logging.getLogger(__name__)
+
+_WAITING_TO_CONNECTED = 4
 
 
 class SessionInUse(ValueError):
@@ -82,16 +84,19 @@ class Sessions:
     """Every session of a server. Not thread-safe: it lives on the event loop.
 
     A connection holds as many sessions as it names ids, up to `most`, and one without an id. No clock ends them while
-    it lives. A session with an id survives its connection for `ttl` seconds.
+    it lives. A session with an id survives its connection for `ttl` seconds; where four times `most` do, the one that
+    has waited the longest ends. lines: has room for the log lines of sessions that begin and end.
     """
 
-    def __init__(self, engine: EngineLoop, ttl: float, most: int) -> None:
+    def __init__(self, engine: EngineLoop, ttl: float, most: int, lines: LogBudget) -> None:
         self._engine = engine
         self._ttl = ttl
         self._most = most
+        self._lines = lines
         self._order = itertools.count()
         self._connections: dict[str, _Connection] = {}
         self._by_key: dict[str, Session] = {}
+        self._waiting: dict[str, Session] = {}  # for their robots to come back, in the order in which those left
 
     def open(self, connection: str, link: Link) -> None:
         """A connection was made."""
@@ -166,6 +171,9 @@ class Sessions:
                 self._release(session)
                 loop = asyncio.get_running_loop()
                 session.expiry = loop.call_later(self._ttl, self._end, session, "expired")
+                self._waiting[session.key] = session
+        while len(self._waiting) > _WAITING_TO_CONNECTED * self._most:
+            self._end(next(iter(self._waiting.values())), "too many wait for their robots")
 
     def close(self) -> None:
         """Forget everything, without a word to the engine, which is going away too."""
@@ -173,6 +181,7 @@ class Sessions:
             if session.expiry is not None:
                 session.expiry.cancel()
         self._by_key.clear()
+        self._waiting.clear()
         for connection in self._connections.values():
             connection.sessions.clear()
             connection.last = None
@@ -180,12 +189,12 @@ class Sessions:
     @property
     def connected(self) -> int:
         """Sessions of live connections."""
-        return sum(len(connection.sessions) for connection in self._connections.values())
+        return len(self._by_key) - self.waiting
 
     @property
     def waiting(self) -> int:
         """Sessions that wait for their robot to come back."""
-        return len(self._by_key) - self.connected
+        return len(self._waiting)
 
     async def _is_held_by_another(self, key: str, connection: str) -> bool:
         """Whether another connection holds a session, and is alive. One that is dead loses all that it holds.
@@ -220,12 +229,13 @@ class Sessions:
         if session.expiry is not None:
             session.expiry.cancel()
             session.expiry = None
+        self._waiting.pop(session.key, None)
         if session.in_engine:
             connection.resumed.add(session.key)
         session.connection = connection
         connection.sessions[session.key] = session
         event = "session resumed" if session.in_engine else "session start"
-        log_event(log, logging.INFO, event, connection=connection.name, session=session.session_id)
+        self._lines.log(log, event, connection=connection.name, session=session.session_id)
         return session
 
     def _release(self, session: Session) -> None:
@@ -240,10 +250,11 @@ class Sessions:
 
     def _end(self, session: Session, reason: str) -> None:
         del self._by_key[session.key]
+        self._waiting.pop(session.key, None)
         if session.expiry is not None:
             session.expiry.cancel()
         self._release(session)
-        log_event(log, logging.INFO, "session end", session=session.session_id or session.key, reason=reason)
+        self._lines.log(log, "session end", session=session.session_id or session.key, reason=reason)
         if session.in_engine:
             with contextlib.suppress(EngineStopped):  # it forgets everything anyway
                 self._engine.end_session(session.key)

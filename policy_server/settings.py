@@ -38,8 +38,9 @@ class ServerSettings:
     https://policy.lab, separated by commas, or * for all.
     max_message_mib: largest message taken, in MiB; a larger one closes its connection.
     max_connections: robots connected at once; more are answered 503.
-    max_sessions: sessions that one connection may keep; more end the one that it used least recently. One that is idle
-    takes a few MB of host memory, and of the device's only what nobody else needs.
+    max_sessions: sessions that one connection may keep; more end the one that it used least recently. Four times as
+    many are kept of robots that are gone. One that is idle takes a few MB of host memory, and of the device's only
+    what nobody else needs.
     max_queue: calls that may wait for the engine; more are answered "busy".
     session_ttl: seconds that a disconnected robot's session is kept for its return.
     drain_timeout: seconds that SIGTERM and Ctrl-C leave to the calls already accepted.

@@ -1,8 +1,9 @@
 # Sourced by run_server.sh and run_tests.sh: makes .venv and installs this project with the pinned versions.
 # Usage: source scripts/ensure_venv.sh EXTRAS   (for example "server,replay"); sets PYTHON.
 
-# A container's first process obeys no signal that it does not handle.
-trap 'kill $(jobs -p) 2>/dev/null; exit 143' TERM INT
+# A container's first process obeys no signal that it does not handle. A signal interrupts no command, only a `wait`.
+trap 'kill $(jobs -p) 2>/dev/null || true; exit 143' TERM INT
+obediently() { "$@" & wait $!; }
 
 extras=$1
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,7 +20,7 @@ if [ ! -x "$PYTHON" ]; then
         exit 1
     }
     echo "Creating .venv with $("$base" --version)" >&2
-    "$base" -m venv "$root/.venv"
+    obediently "$base" -m venv "$root/.venv"
 fi
 
 # An install is done again when the pins or the project's own dependencies change.
@@ -27,9 +28,8 @@ stamp=$root/.venv/installed-${extras//,/-}
 wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing dependencies [$extras] into .venv (once; a few minutes where torch must be downloaded)" >&2
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$root/constraints.txt" --editable "$root[$extras]" >&2 &
-    wait $!  # which a signal interrupts, and a command it would not
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || obediently "$PYTHON" -m ensurepip  # where .venv was left half made
+    obediently "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$root/constraints.txt" --editable "$root[$extras]" >&2
     echo "$wanted" >"$stamp"
 fi
-trap - TERM INT

@@ -244,6 +244,25 @@ def test_three_calls_in_a_row_without_memory_end_readiness_until_one_succeeds(st
         loop.finished.result(0)
 
 
+def test_readiness_returns_in_time_without_a_call_and_the_next_one_without_memory_ends_it(start, monkeypatch) -> None:
+    """A balancer sends nobody to a server that is not ready, so no call would come to succeed."""
+    loop, _ = start(out_of_memory_in_calls(*range(1, 9)))
+    monkeypatch.setattr("engine.worker._SECONDS_WITHOUT_MEMORY", 0.5)
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError):
+            call(loop, "a").result(SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while loop.not_ready is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    monkeypatch.setattr("engine.worker._SECONDS_WITHOUT_MEMORY", 1000.0)
+    with pytest.raises(torch.OutOfMemoryError):
+        call(loop, "a").result(SECONDS)
+    assert loop.not_ready == "4 calls in a row ran out of device memory"
+    call(loop, "a").result(SECONDS)
+    assert loop.not_ready is None
+
+
 def test_loading_reports_what_it_does_and_calls_wait_for_it() -> None:
     reported, proceed = threading.Event(), threading.Event()
     policy = ScriptedPolicy()

@@ -34,6 +34,11 @@ def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def computing_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def test_tls_handshakes_in_progress_have_room_for_so_many_and_keep_nobody_out(tmp_path: Path) -> None:
     cert, key = self_signed(tmp_path)
     trusting = ssl.create_default_context(cafile=str(cert))
@@ -101,7 +106,9 @@ async def test_running_out_of_descriptors_costs_a_line_a_minute_and_no_robot_any
             kept = resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + 1, 20000))
             async with silent(port, 30):
                 await asyncio.to_thread(running.line, "cannot accept connections")
+                computed = computing_seconds(pid)
                 await asyncio.sleep(3)
+                assert computing_seconds(pid) - computed < 1, "it waits for descriptors, and does not ask without end"
                 assert "actions" in await robot.ask(observation())
             resource.prlimit(pid, resource.RLIMIT_NOFILE, kept)
             async with await Robot.connect(url, open_timeout=SECONDS) as second:

@@ -100,7 +100,21 @@ async def test_refused_requests_cost_few_log_lines_and_none_is_uncounted(caplog:
     lines = [found for event, found in fields if event == "request"]
     (closed,) = [found for event, found in fields if event == "connection close"]
     assert 10 <= len(lines) < 20
-    assert len(lines) + sum(int(found.get("left_out", 0)) for found in (*lines, closed)) == 40
+    left_out = sum(int(found.get("left_out", 0)) for found in lines) + int(closed.get("refusals_left_out", 0))
+    assert len(lines) + left_out == 40
+
+
+async def test_coming_and_going_fills_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is free to make as many connections and sessions as it likes, and each has lines of its own."""
+    caplog.set_level(logging.INFO, "policy_server")
+    monkeypatch.setattr("policy_server.server.LogBudget", lambda at_once, seconds: LogBudget(30, 1e6))
+    async with serving() as (server, _):
+        for number in range(20):
+            async with await Robot.connect(server) as robot:
+                await robot.ask(observation(session_id=f"episode {number}"))
+        await until(lambda: server.sessions.waiting == 20)
+    events = ("connection open", "connection close", "session start", "session end")
+    assert len([event for event in caplog.messages if event in events]) == 30
 
 
 async def refusals(server: PolicyServer) -> float:
@@ -109,12 +123,20 @@ async def refusals(server: PolicyServer) -> float:
     return float(line.split()[-1])
 
 
-def test_a_budget_of_lines_fills_up_again_with_time() -> None:
+def test_a_budget_of_lines_fills_up_again_with_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "test")
     now = 0.0
     budget = LogBudget(at_once=3, seconds=10, clock=lambda: now)
-    assert [budget.take() for _ in range(5)] == [True, True, True, False, False]
+
+    def log(times: int) -> list[dict[str, object]]:
+        caplog.clear()
+        for number in range(times):
+            budget.log(logging.getLogger("test"), "event", number=number)
+        return [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+
+    assert log(5) == [{"number": 0}, {"number": 1}, {"number": 2}]
     assert budget.left_out == 2
     now = 10.0
-    assert [budget.take() for _ in range(2)] == [True, False]
+    assert log(2) == [{"number": 0, "left_out": 2}]
     now = 1000.0
-    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    assert log(4) == [{"number": 0, "left_out": 1}, {"number": 1}, {"number": 2}]

@@ -270,6 +270,20 @@ async def test_the_address_of_everything_takes_ipv4_and_ipv6() -> None:
             await PolicyServer(ServerSettings(host="::", port=server.port), lambda report: tiny_policy()).start()
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+async def test_where_the_system_gives_ipv6_alone_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    async with serving(host="::", api_key=KEY) as (server, _):
+        headers = {"Authorization": f"Api-Key {KEY}"}
+        async with await Robot.connect(f"ws://[::1]:{server.port}", additional_headers=headers) as robot:
+            assert robot.handshake == HANDSHAKE
+        with pytest.raises(ConnectionRefusedError):
+            await Robot.connect(f"ws://127.0.0.1:{server.port}", additional_headers=headers)
+    assert [message for message in caplog.messages if "IPv6 alone" in message]
+
+
 async def test_an_unusable_certificate_is_a_bad_setting(certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     key.write_text("no key")

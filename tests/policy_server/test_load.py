@@ -314,6 +314,7 @@ def begun(payload: bytes, sent: int) -> bytes:
         b"\xff" * 100,
         begun(b"x", 100) + Frame(Opcode.CLOSE, b"").serialize(mask=True),
     ],
+    ids=["connected", "shaken hands", "half a message", "two ahead", "too large", "no frame", "polite"],
 )
 async def test_what_was_received_is_let_go_with_its_connection_not_at_the_next_garbage_collection(
     received: bytes | None,

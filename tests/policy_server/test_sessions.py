@@ -11,6 +11,7 @@ import pytest
 
 from engine.fair_queue import Peer
 from engine.worker import EngineBusy
+from policy_server.logs import LogBudget
 from policy_server.sessions import Gone, SessionInUse, Sessions
 from tests.serving import Robot, get, observation, serving, until
 
@@ -211,7 +212,7 @@ class Store(Sessions):
 
     def __init__(self, ttl: float = 60, most: int = 128) -> None:
         self.engine = RecordingEngine()
-        super().__init__(self.engine, ttl, most)  # type: ignore[arg-type]
+        super().__init__(self.engine, ttl, most, LogBudget(1000, 0.1))  # type: ignore[arg-type]
 
     async def call(self, connection: str, session_id: str | None, *, open: bool = True) -> None:
         if open and connection not in self._connections:
@@ -321,6 +322,22 @@ async def test_of_more_sessions_than_a_connection_may_keep_the_least_recently_us
     await sessions.call("2", "e")
     assert [event for event in sessions.engine.events if event.startswith("end")] == ["end id b"]
     assert sessions.connected == 4
+
+
+async def test_of_more_sessions_than_may_wait_for_their_robots_the_one_that_waited_longest_ends() -> None:
+    sessions = Store(most=1)
+    for number in range(6):
+        await sessions.call(f"{number}", f"{number}")
+    assert sessions.waiting == 0
+    for number in (1, 0, 2, 3):
+        sessions.leave(f"{number}")
+    await sessions.call("back", "0")
+    sessions.leave("back")
+    assert not [event for event in sessions.engine.events if event.startswith("end")]
+    for number in (4, 5):
+        sessions.leave(f"{number}")
+    assert [event for event in sessions.engine.events if event.startswith("end")] == ["end id 1", "end id 2"]
+    assert (sessions.connected, sessions.waiting) == (0, 4)
 
 
 async def test_a_connection_that_was_open_before_is_no_returning_robot() -> None:
