@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.flops import call_flops
 from benchmarks.gpu_model import Bench, free
 from benchmarks.gpu_report import Verdict, begin_table, show_row
-from benchmarks.kv import peak_resident_bytes
+from benchmarks.machine import peak_resident_bytes
 from engine.model.step_cache import parse_step_cache
 from engine.rollout import Prediction, RolloutSettings
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kv import machine, peak_resident_bytes
+from benchmarks.machine import machine, peak_resident_bytes
 from engine.checkpoint.opening import read_files
 from engine.checkpoint.synthesize import synthesize
 from engine.model.weights import Model, is_finite, load_model

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.flops import call_flops
-from benchmarks.kv import machine
+from benchmarks.machine import machine
 from engine.execution import EXECUTIONS
 from engine.model.config import parse_config
 from engine.model.step_cache import parse_step_cache

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.kv import CPU, machine
+from benchmarks.machine import machine
 from benchmarks.plain_rollout import PlainRollout
 from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.opening import synthetic_checkpoint
@@ -35,6 +35,8 @@ from engine.session import Session
 from engine.startup import build_cache
 from kv_cache.sizing import CPU_DEFAULT_BYTES
 from tests.golden import Golden, Report
+
+CPU = torch.device("cpu")
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = {

@@ -37,7 +37,7 @@ class EngineSettings:
     channels innermost, which is faster on CPUs and GPUs alike.
     warm_up: calls made at start-up so that the first robot waits for nothing: "required" where their failure ends the
     start, "optional" where it is logged, "off" for none.
-    attention_backend: "sdpa", "flash-attn-3", "triton", or "auto" for the best that can run
+    attention_backend: "flash-attn-3", "flash-attn-4", "triton", "sdpa", or "auto" for the best that can run
     here.
     save_video: directory for each finished episode's predicted video and actions.
     kv_fraction: part of the device's free memory, after the weights, that the KV pool takes on CUDA.

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 logger = logging.getLogger(__name__)
 
-DEVICE_SIDE = ("flash-attn-3", "triton")
+DEVICE_SIDE = ("flash-attn-3", "flash-attn-4", "triton")
 """Backends that read lengths and block table on the device: a captured CUDA graph of them serves every window."""
 
 
@@ -54,28 +54,30 @@ class AttentionPlan:
 def available_backends(device: torch.device, dtype: torch.dtype, device_side: bool = False) -> list[str]:
     """Backends that can attend in `dtype` on `device`, the preferred one first.
 
-    `flash-attn-3` knows half precision on Hopper alone; `triton` runs from compute capability 8.0 on.
+    `flash-attn-3` knows half precision on Hopper alone, `flash-attn-4` on Hopper and on Blackwell's large cards: for
+    others it has no pages. `triton` runs from compute capability 8.0 on. `sdpa`, which on a GPU copies the window
+    together for each layer, comes last but for float32, in whose exact products `triton` is slow.
     device_side: only those in `DEVICE_SIDE`; there may be none.
     """
     backends = []
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if (
-        capability == (9, 0)
-        and dtype in (torch.bfloat16, torch.float16)
-        and _offers("flash_attn_interface", "flash_attn_with_kvcache")
-    ):
+    half = dtype in (torch.bfloat16, torch.float16)
+    if half and capability == (9, 0) and _offers("flash_attn_interface", "flash_attn_with_kvcache"):
         backends.append("flash-attn-3")
-    backends.append("sdpa")
-    if capability >= (8, 0) and dtype in (torch.bfloat16, torch.float16, torch.float32) and _offers("triton", "jit"):
+    if half and capability[0] in (9, 10) and _offers("flash_attn.cute", "flash_attn_varlen_func"):
+        backends.append("flash-attn-4")
+    if capability >= (8, 0) and (half or dtype == torch.float32) and _offers("triton", "jit"):
         backends.append("triton")
+    backends.insert(len(backends) if half else 0, "sdpa")
     return [name for name in backends if name in DEVICE_SIDE or not device_side]
 
 
 def _offers(package: str, function: str) -> bool:
     """Whether `function` can be imported from `package`. The name alone tells nothing: the index has an empty package
-    `flash_attn_interface`.
+    `flash_attn_interface`, and `flash_attn` is FlashAttention 2 or 4.
     """
-    if importlib.util.find_spec(package) is None:
+    whole, _, part = package.partition(".")
+    if importlib.util.find_spec(whole) is None or (part and importlib.util.find_spec(package) is None):
         return False
     try:
         getattr(importlib.import_module(package), function)
@@ -101,7 +103,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, wanted: str = "auto
     if not backends:
         raise ValueError(
             f"no attention backend can run here ({here}): it takes CUDA, compute capability 8.0 or more, and the "
-            "package triton, or in half precision FlashAttention 3 (for 9.0 alone), built from its sources"
+            "package triton, or in half precision flash-attn-4 (9.0, 10.x) or FlashAttention 3 (9.0), built from source"
         )
     if wanted == "auto":
         return backends[0]
@@ -148,6 +150,8 @@ def _attend(
 ) -> Tensor:
     if backend == "flash-attn-3":
         return _flash_attn_3(q, k, v, k_cache, v_cache, table, visible)
+    if backend == "flash-attn-4":
+        return flash_attn_4(q, k, v, k_cache, v_cache, table, visible)
     if backend == "triton":
         return _triton(q, k, v, k_cache, v_cache, table, visible)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -220,8 +224,30 @@ def _flash_attn_3(
         q, k_cache, v_cache, cache_seqlens=visible, page_table=table, return_softmax_lse=True
     )
     seen, seen_weight = flash_attn_func(q, k, v, return_attn_probs=True)
+    return together(window, window_weight, seen, seen_weight, visible)
+
+
+def flash_attn_4(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor
+) -> Tensor:
+    """`attend` with FlashAttention 4, whose kernels are compiled at the first call with each kind of arguments."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    window, window_weight = flash_attn_varlen_func(
+        q, k_cache, v_cache, page_table=table, seqused_k=visible, return_lse=True
+    )
+    seen, seen_weight = flash_attn_func(q, k, v, return_lse=True)
+    return together(window, window_weight, seen, seen_weight, visible)
+
+
+def together(window: Tensor, window_weight: Tensor, seen: Tensor, seen_weight: Tensor, visible: Tensor) -> Tensor:
+    """Attention over a window and over the current tokens, from that over each alone.
+
+    window, seen: (B, L, heads, head_dim). *_weight: (B, heads, L) float32, the logs of the sums of the exponentials.
+    visible: (B,) tokens in each window; over an empty one the result is any finite number, and its weight anything.
+    """
     share = (seen_weight - window_weight).sigmoid().where(visible[:, None, None] > 0, 1).transpose(1, 2)[..., None]
-    return torch.lerp(window.float(), seen.float(), share).to(q.dtype)
+    return torch.lerp(window.float(), seen.float(), share).to(seen.dtype)
 
 
 def _triton(

@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 aten = torch.ops.aten
 GIB = 2**30
+FLASH_ATTN_4_FOR_HOPPER = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+"""Environment in which FlashAttention 4 compiles its kernels without asking the driver which card there is."""
 ROOMS = ("engine", "kv_cache", "policy_server", "benchmarks")
 _ROOT = Path(__file__).resolve().parent.parent
 _READS = (aten._local_scalar_dense.default, aten.item.default)

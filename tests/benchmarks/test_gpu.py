@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def test_the_road_is_walked_on_a_cpu(
 def test_the_server_s_start_and_the_main_number_go_through_on_a_cuda_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # in "auto" its kernels would be compiled
     monkeypatch.setitem(gpu.BUILTIN_CONFIGS, "small", small())
     profile = gpu.profile  # of this build of torch, which has none for CUDA
     monkeypatch.setattr(gpu, "profile", lambda activities: profile(activities=activities[:1]))

@@ -23,7 +23,7 @@ from engine.startup import PolicyLoadError, load_policy
 from policy_server.process import load, run
 from policy_server.settings import ServerSettings
 from tests.checkpoints import observation
-from tests.fake_cuda import GIB, FakeCuda, Replay, Wait, fake_cuda
+from tests.fake_cuda import FLASH_ATTN_4_FOR_HOPPER, GIB, FakeCuda, Replay, Wait, fake_cuda
 
 CALLS = 5
 QUICK = EngineSettings(checkpoint="small", kv_bytes=GIB, warm_up="off")
@@ -63,7 +63,9 @@ def droid() -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def checkpoints() -> Iterator[None]:
+    """The two above; and FlashAttention 4, whose kernels take their time to compile, is used where it is asked for."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn", None)
         patch.setitem(BUILTIN_CONFIGS, "small", small())
         patch.setitem(BUILTIN_CONFIGS, "droid", droid())
         yield
@@ -74,6 +76,11 @@ def walk(settings: EngineSettings, **card: Any) -> Road:
         if settings.checkpoint == "droid":  # gigabytes are made where they are not real
             device = torch.device("cuda", torch.device(settings.device).index or 0)
             patch.setattr("engine.checkpoint.opening.SyntheticWeights", lambda: RandomWeights(device))
+        if settings.attention_backend == "flash-attn-4":
+            patch.delitem(sys.modules, "flash_attn")
+            pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")
+            for name, value in FLASH_ATTN_4_FOR_HOPPER.items():
+                patch.setenv(name, value)
         policy = load_policy(settings, lambda status: None)
         started, calls = list(cuda.events), []
         for _ in range(CALLS):
@@ -92,6 +99,10 @@ WAYS = {
         0,
     ),
     "14B": (EngineSettings(checkpoint="droid", device="cuda", step_cache="mask-5"), 0),
+    "14B, FlashAttention 4": (
+        EngineSettings(checkpoint="droid", device="cuda", step_cache="mask-5", attention_backend="flash-attn-4"),
+        0,
+    ),
     "14B on cuda:1, fp8, branches separate": (
         EngineSettings(checkpoint="droid", device="cuda:1", step_cache="mask-5", fp8=True, guidance="separate"),
         1,
@@ -107,10 +118,11 @@ def way(request: pytest.FixtureRequest) -> tuple[Road, EngineSettings, int]:
 
 def test_start_and_calls_go_through_on_the_device_asked_for_alone(way: tuple[Road, EngineSettings, int]) -> None:
     """An operation over two devices would have raised."""
-    road, _, index = way
+    road, settings, index = way
     assert road.cuda.used == {index}
     assert road.info["device"] == f"cuda:{index}"
-    assert (road.info["execution"], road.info["attention_backend"]) == ("graph", "triton")
+    backend = "triton" if settings.attention_backend == "auto" else settings.attention_backend
+    assert (road.info["execution"], road.info["attention_backend"]) == ("graph", backend)
     assert road.cuda.peak[index] < road.cuda.total
 
 

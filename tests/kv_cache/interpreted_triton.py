@@ -157,9 +157,3 @@ def test_as_the_backend_of_a_cache() -> None:
     cache = KVCache(GEOMETRY, POLICY, plan_budget(GEOMETRY, POLICY, bytes_for(2)), CPU, "triton")
     kinds = check_against_float64(cache, 8, CPU, torch.float32, 1e-5)
     assert min(kinds.values()) > 5
-
-
-def test_float32_has_a_tile_of_its_own() -> None:
-    q = case(1, 6, 32, torch.float32).q
-    assert triton_attention._tiles_for(triton_attention.TILES, {"q": q}) == [triton_attention.FLOAT32_TILE]
-    assert triton_attention._tiles_for(triton_attention.TILES, {"q": q.half()}) == triton_attention.TILES

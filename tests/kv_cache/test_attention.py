@@ -16,8 +16,8 @@ from kv_cache.paged_kv import KVGeometry, PagedKV, PagedLayer
 from kv_cache.sizing import plan_budget
 from tests.kv import CPU, GEOMETRY, POLICY, make_cache
 
-CUDA_BACKENDS = ("flash-attn-3", "sdpa", "triton")
-PACKAGES = {"flash_attn_interface", "triton"}
+CUDA_BACKENDS = (*DEVICE_SIDE, "sdpa")
+PACKAGES = {"flash_attn_interface", "flash_attn.cute", "triton"}
 
 
 def leases(cache: KVCache, sessions: list[SessionKV], rng: random.Random) -> Iterator[tuple[AttentionPlan, int, int]]:
@@ -162,8 +162,10 @@ def test_the_backend_is_chosen_once_and_by_name() -> None:
 @pytest.mark.parametrize(
     ("dtype", "capability", "expected"),
     [
-        (torch.bfloat16, (9, 0), ["flash-attn-3", "sdpa", "triton"]),
-        (torch.bfloat16, (8, 0), ["sdpa", "triton"]),
+        (torch.bfloat16, (9, 0), ["flash-attn-3", "flash-attn-4", "triton", "sdpa"]),
+        (torch.bfloat16, (10, 0), ["flash-attn-4", "triton", "sdpa"]),
+        (torch.bfloat16, (12, 0), ["triton", "sdpa"]),
+        (torch.bfloat16, (8, 0), ["triton", "sdpa"]),
         (torch.bfloat16, (7, 5), ["sdpa"]),
         (torch.float32, (9, 0), ["sdpa", "triton"]),
         (torch.float64, (9, 0), ["sdpa"]),
@@ -187,7 +189,7 @@ def test_a_backend_whose_lengths_are_on_the_device_can_be_asked_for(monkeypatch:
         choose_backend(CPU, torch.float32, device_side=True)
     the_machine_has(monkeypatch, (9, 0), {"triton"})
     device = torch.device("cuda")
-    assert choose_backend(device, torch.bfloat16) == "sdpa"
+    assert choose_backend(device, torch.bfloat16) == "triton"
     assert choose_backend(device, torch.bfloat16, device_side=True) == "triton"
     with pytest.raises(ValueError, match=r"'sdpa' cannot run here .* lengths on the device\); available: triton$"):
         choose_backend(device, torch.bfloat16, "sdpa", device_side=True)
