@@ -35,7 +35,7 @@ from benchmarks.gpu_model import Bench, free, load
 from benchmarks.gpu_report import Verdict, begin_part, begin_table, show, show_row, write_rows_to
 from benchmarks.gpu_speed import Way, begin_speed_table, compare_ways, time_calls
 from benchmarks.machine import machine
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
 from engine.startup import load_policy

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
-from engine.checkpoint.opening import Checkpoint, synthetic_checkpoint
-from engine.checkpoint.synthetic import as_trained
+from engine.checkpoint.open import Checkpoint, synthetic_checkpoint
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS, as_trained
 from engine.model.config import ModelConfig
 from engine.model.weights import Model, load_model
 from engine.rollout import Prediction, Rollout, RolloutSettings

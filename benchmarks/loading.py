@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import machine, peak_resident_bytes
-from engine.checkpoint.opening import read_files
-from engine.checkpoint.synthesize import synthesize
+from engine.checkpoint.open import read_files
+from engine.checkpoint.synthetic import synthesize
 from engine.model.weights import Model, is_finite, load_model
 
 SHARD_BYTES = 500 * 10**6

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.machine import machine
 from benchmarks.plain_rollout import PlainRollout
-from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
-from engine.checkpoint.opening import synthetic_checkpoint
+from engine.checkpoint.open import synthetic_checkpoint
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.execution import EXECUTIONS
 from engine.model.config import ModelConfig, parse_config
 from engine.model.text import Tokenizer, tokenize

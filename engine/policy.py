@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint.opening import Checkpoint
+from engine.checkpoint.open import Checkpoint
 from engine.model.text import LONGEST_PROMPT
 from engine.presets import Preset
 from engine.robot.embodiment import Embodiment, Observation

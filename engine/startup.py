@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from engine.checkpoint.error import CheckpointError
-from engine.checkpoint.opening import open_checkpoint
+from engine.checkpoint.open import open_checkpoint
 from engine.device import choose_device, require_small_for_cpu
 from engine.device_faults import DeviceUnavailable, is_lost, is_out_of_memory
 from engine.execution import EXECUTIONS, graph_copies_bytes

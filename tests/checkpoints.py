@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.checkpoint.builtin import BUILTIN_STATISTICS
-from engine.checkpoint.synthesize import synthesize
+from engine.checkpoint.synthetic import BUILTIN_STATISTICS, synthesize
 from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
 from engine.startup import load_policy

@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.checkpoint.builtin import BUILTIN_STATISTICS
-from engine.checkpoint.opening import Checkpoint, synthetic_checkpoint
+from engine.checkpoint.open import Checkpoint, synthetic_checkpoint
+from engine.checkpoint.synthetic import BUILTIN_STATISTICS
 from engine.execution import EXECUTIONS
 from engine.model.dit import CrossContext, ForwardContext, Register
 from engine.model.rope import Rope

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
 from engine.checkpoint.error import CheckpointError
-from engine.checkpoint.opening import read_files
-from engine.checkpoint.summary import CARDS_GIB, summarize
-from engine.checkpoint.synthesize import synthesize
-from engine.checkpoint.verify import find_problems
+from engine.checkpoint.inspect import CARDS_GIB, find_problems, summarize
+from engine.checkpoint.open import read_files
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, synthesize
 
 EXIT_PROBLEMS = 1
 EXIT_BAD_INPUT = 2

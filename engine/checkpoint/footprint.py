@@ -1,10 +1,15 @@
 """What serving a checkpoint needs of a GPU's memory, found without one."""
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from engine.checkpoint.live_bytes import LiveBytes
 from engine.execution import graph_copies_bytes
 from engine.model.config import ModelConfig
 from engine.model.weights import Model, build_model, weight_bytes
@@ -13,6 +18,39 @@ from engine.startup import kv_geometry
 from kv_cache.paged_kv import KVGeometry
 from kv_cache.sizing import NotEnoughMemory, one_session_bytes, plan_budget
 from kv_cache.window import WindowPolicy
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes that operations allocate while it is entered, for as long as each is referred to.
+
+    peak: the most so far; may be set to 0 to begin anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def now(self) -> int:
+        """Bytes alive."""
+        return sum(self._sizes.values())
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note what it made; a view of what it was given is not made."""
+        result = function(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._sizes and storage._cdata not in given:
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._sizes.pop, storage._cdata)
+        self.peak = max(self.peak, self.now)
+        return result
+
 
 GIB = 2**30
 CUDA_BYTES = GIB

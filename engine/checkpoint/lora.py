@@ -13,8 +13,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from engine.checkpoint.error import CheckpointError
+from engine.checkpoint.files import StoredTensor
 from engine.checkpoint.names import DIT
-from engine.checkpoint.safetensors_file import StoredTensor
 
 Key = TypeVar("Key")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.checkpoint.error import CheckpointError
+from engine.checkpoint.files import DTYPES, StoredTensor, TensorFiles, make_buffer
 from engine.checkpoint.lora import Adapter, check_adapter, merge
-from engine.checkpoint.safetensors_file import DTYPES, StoredTensor, TensorFiles, make_buffer
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from engine.checkpoint.__main__ import main
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
 from engine.checkpoint.error import CheckpointError
+from engine.checkpoint.files import read_header
 from engine.checkpoint.footprint import GIB, footprint
-from engine.checkpoint.opening import read_files
-from engine.checkpoint.safetensors_file import read_header
-from engine.checkpoint.synthesize import release_shapes, synthesize
+from engine.checkpoint.open import read_files
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, release_shapes, synthesize
 from engine.model.config import parse_config
 from engine.settings import EngineSettings
 from kv_cache.sizing import plan_budget

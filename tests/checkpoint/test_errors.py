@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
 from engine.checkpoint.error import CheckpointError
-from engine.checkpoint.opening import open_checkpoint, read_files
-from engine.checkpoint.safetensors_file import read_header
-from engine.checkpoint.synthesize import release_shapes, write_weights
-from engine.checkpoint.synthetic import synthetic_tensor
+from engine.checkpoint.files import read_header
+from engine.checkpoint.open import open_checkpoint, read_files
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, release_shapes, synthetic_tensor, write_weights
 from engine.model.config import ConfigError, parse_config
 from engine.model.weights import build_model
 from engine.settings import EngineSettings

@@ -21,7 +21,7 @@ from transformers import ByT5Tokenizer
 
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.hub import locate
-from engine.checkpoint.opening import open_checkpoint
+from engine.checkpoint.open import open_checkpoint
 from engine.startup import PolicyLoadError
 from tests.checkpoints import actions_of, change_json, tiny_checkpoint
 from tests.policy_server.test_process import LOADING, Process

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
+from engine.checkpoint.files import read_header
 from engine.checkpoint.names import UNUSED
-from engine.checkpoint.opening import Checkpoint, open_checkpoint
-from engine.checkpoint.safetensors_file import read_header
-from engine.checkpoint.synthesize import release_shapes, write_weights
-from engine.checkpoint.synthetic import synthetic_tensor
+from engine.checkpoint.open import Checkpoint, open_checkpoint
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, release_shapes, synthetic_tensor, write_weights
 from engine.model.config import parse_config
 from engine.model.text import encode_text
 from engine.model.weights import build_model, load_model

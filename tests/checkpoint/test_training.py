@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.error import CheckpointError
-from engine.checkpoint.opening import open_checkpoint
+from engine.checkpoint.open import open_checkpoint
 from engine.checkpoint.training import TrainingConfig, read_training
 from tests.checkpoints import change_json, tiny_checkpoint
 

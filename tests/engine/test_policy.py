@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.model.config import parse_config
 from engine.model.text import LONGEST_PROMPT
 from engine.model.weights import build_model, weight_bytes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.model.config import parse_config
 from engine.model.vae import build_vae, decode_video
 from engine.model.video_encoder import VideoEncoder

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_model import RandomWeights, droid_14b
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.device import choose_device
 from engine.device_faults import DeviceUnavailable
 from engine.policy import Policy
@@ -75,7 +75,7 @@ def walk(settings: EngineSettings, **card: Any) -> Road:
     with fake_cuda(**card) as cuda, pytest.MonkeyPatch.context() as patch:
         if settings.checkpoint == "droid":  # gigabytes are made where they are not real
             device = torch.device("cuda", torch.device(settings.device).index or 0)
-            patch.setattr("engine.checkpoint.opening.SyntheticWeights", lambda: RandomWeights(device))
+            patch.setattr("engine.checkpoint.open.SyntheticWeights", lambda: RandomWeights(device))
         if settings.attention_backend == "flash-attn-4":
             patch.delitem(sys.modules, "flash_attn")
             pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")

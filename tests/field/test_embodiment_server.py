@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.model.config import parse_config
 from engine.robot.embodiment import Cell, EmbodimentError, Observation, StateVector
 from engine.robot.embodiment_file import read_embodiment

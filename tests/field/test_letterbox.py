@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from openpi_client.image_tools import resize_with_pad
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.model.config import parse_config
 from engine.robot.embodiment_file import read_embodiment
 from engine.robot.transforms import Transforms

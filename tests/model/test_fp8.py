@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
 from engine.checkpoint.error import CheckpointError
-from engine.checkpoint.live_bytes import LiveBytes
-from engine.checkpoint.opening import open_checkpoint
-from engine.checkpoint.synthetic import SyntheticWeights, synthetic_tensor
+from engine.checkpoint.footprint import LiveBytes
+from engine.checkpoint.open import open_checkpoint
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, SyntheticWeights, synthetic_tensor
 from engine.model.config import parse_config
 from engine.model.fp8 import FP8, Fp8Linear, quantize_rows
 from engine.model.weights import Model, WeightBytes, build_model, load_model, weight_bytes

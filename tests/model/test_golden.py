@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.model.config import parse_config
 from tests.golden import FILES, TOLERANCE, Golden, Report, check
 

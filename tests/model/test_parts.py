@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.model.config import parse_config
 from engine.model.rope import Rope, rotate
 from engine.model.solver import FlowSolver, flow_sigmas, flow_timesteps, unipc

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
-from engine.checkpoint.opening import open_checkpoint
+from engine.checkpoint.open import open_checkpoint
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.model.config import parse_config
 from engine.model.weights import Model, WeightBytes, build_model, load_model, weight_bytes
 from engine.rollout import Rollout, RolloutSettings

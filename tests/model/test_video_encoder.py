@@ -7,8 +7,8 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS
 from engine.checkpoint.footprint import footprint
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.model import video_encoder
 from engine.model.config import parse_config
 from engine.model.vae import build_vae, prepare_convolutions

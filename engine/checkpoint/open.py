@@ -8,12 +8,11 @@ from typing import Any
 
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from engine.checkpoint.builtin import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.checkpoint.error import CheckpointError
+from engine.checkpoint.files import CONFIG_FILE, STATISTICS_FILE, read_entries, read_json
 from engine.checkpoint.hub import CHECKPOINT_FILES, TOKENIZER_FILES, locate
 from engine.checkpoint.lora import split_adapters
-from engine.checkpoint.shards import read_entries, read_json
-from engine.checkpoint.synthetic import SyntheticWeights
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS, SyntheticWeights
 from engine.checkpoint.training import TrainingConfig, read_training
 from engine.checkpoint.weights import StoredWeights
 from engine.files.regular_file import open_regular
@@ -22,8 +21,6 @@ from engine.model.text import Tokenizer
 from engine.model.weights import Weights
 
 RELEASE_TOKENIZER = "google/umt5-xxl"
-CONFIG_FILE = "config.json"
-STATISTICS_FILE = Path("experiment_cfg") / "metadata.json"
 
 
 @dataclass(frozen=True)

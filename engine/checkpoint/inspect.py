@@ -1,15 +1,18 @@
-"""What `python -m engine.checkpoint inspect` prints: a checkpoint as its headers tell it, and what serving it needs."""
+"""What `python -m engine.checkpoint` tells of a checkpoint: `inspect` what its headers say and what serving it needs,
+`verify` whether it is complete, readable and finite, all of it.
+"""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from engine.checkpoint.error import CheckpointError
+from engine.checkpoint.files import DTYPES, StoredTensor, TensorFiles, make_buffer
 from engine.checkpoint.footprint import CUDA_BYTES, GIB, Footprint, footprint
 from engine.checkpoint.names import DIT, TEXT, UNUSED
-from engine.checkpoint.opening import CheckpointFiles
-from engine.checkpoint.safetensors_file import StoredTensor
-from engine.model.weights import build_model
+from engine.checkpoint.open import CheckpointFiles
+from engine.model.weights import build_model, is_finite
 
 CARDS_GIB = (24, 48, 80, 141)
 _COMPONENTS = (
@@ -105,3 +108,22 @@ def _listed(lines: Sequence[str], separator: str = ", ") -> str:
         return "none"
     more = f"{separator}and {len(lines) - _NAMES_SHOWN} more" if len(lines) > _NAMES_SHOWN else ""
     return f"{len(lines)}: {separator.join(lines[:_NAMES_SHOWN])}{more}"
+
+
+def find_problems(files: CheckpointFiles) -> Iterator[str]:
+    """A line for each thing wrong with the weights: an entry missing, of a wrong shape, unreadable, not finite.
+
+    Entries that the model does not use are read too, adapters apart from what they adapt.
+    """
+    weights = files.weights
+    yield from weights.problems(build_model(files.config).entry_shapes())
+    halves = [half for adapter in weights.adapters.values() for half in (adapter.a, adapter.b)]
+    readable = [stored for stored in (*weights.entries.values(), *halves) if stored.dtype in DTYPES]
+    buffer = make_buffer(readable)
+    with TensorFiles(sum(stored.size for stored in readable)) as reader:
+        for stored in sorted(readable, key=lambda stored: (stored.file, stored.start)):
+            try:
+                if not is_finite(reader.tensor(stored, buffer)):
+                    yield f"{stored} holds NaN or infinite values, expected finite ones"
+            except CheckpointError as error:
+                yield str(error)
