@@ -135,7 +135,7 @@ def main_number(run: Run) -> None:
     run.plain[way] = time_calls(bench, way, run.calls, run.measured_rates(), run.verdict)
     robot = bench.robots(1, way.settings)[0]
     for _ in range(2):
-        robot.call()  # records
+        robot.call()  # captures
     kind, name = (DeviceType.CUDA, "self_device_time_total") if run.on_gpu else (DeviceType.CPU, "self_cpu_time_total")
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.on_gpu else [])]) as prof:
         robot.call()
@@ -207,12 +207,12 @@ def fp8(run: Run) -> None:
 
 def ways(run: Run) -> None:
     """Every execution gives the same, and how long it takes; branches apart; three robots."""
-    separate = Way("eager", "mask-5", batched=False)
-    batched = [replace(separate, execution=execution, batched=True) for execution in run.executions]
+    separate = Way("eager", "mask-5", guidance="separate")
+    batched = [replace(separate, execution=execution, guidance="batched") for execution in run.executions]
     compare_ways(run.bench(), [separate, *batched], run.verdict)
     others = [Way(execution, "mask-5") for execution in run.executions[:-1]]
     best = run.executions[-1]
-    time_ways(run, [*others, Way(best, "mask-5", batched=False), Way(best, "mask-5", sessions=3)])
+    time_ways(run, [*others, Way(best, "mask-5", guidance="separate"), Way(best, "mask-5", sessions=3)])
 
 
 def steps(run: Run) -> None:

@@ -29,14 +29,14 @@ class Way:
 
     execution: str
     step_cache: str
-    batched: bool = True
+    guidance: str = "batched"
     sessions: int = 1
     main: bool = False
 
     def __str__(self) -> str:
         return (
             f"{self.execution}, {self.step_cache}"
-            + ("" if self.batched else ", branches separate")
+            + ("" if self.guidance == "batched" else ", branches separate")
             + ("" if self.sessions == 1 else f", {self.sessions} sessions")
         )
 
@@ -46,7 +46,7 @@ class Way:
             steps=STEPS,
             step_cache=parse_step_cache(self.step_cache, STEPS),
             execution=self.execution,
-            batch_branches=self.batched,
+            guidance=self.guidance,
         )
 
 
@@ -94,7 +94,7 @@ def time_calls(
 ) -> float:
     """Show a row with the median over `calls`, made in turns after each session's first window; returns DiT seconds.
 
-    Memory is that of all calls, recording and warm-up included; graphs' own memory counts as reserved, not as
+    Memory is that of all calls, capture and warm-up included; graphs' own memory counts as reserved, not as
     allocated. plain_dit: DiT seconds of the same without float8.
     """
     free(bench.device)

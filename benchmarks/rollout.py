@@ -172,7 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     model = load_model(config, checkpoint.weights, CPU, torch.float32)
 
-    how = {"execution": args.execution, "batch_branches": not args.separate}
+    guidance = "separate" if args.separate else "batched"
+    how = {"execution": args.execution, "guidance": guidance}
 
     path = args.golden or GOLDEN.get(args.size)
     if path is None or not path.is_file():
@@ -200,7 +201,6 @@ def main(argv: list[str] | None = None) -> int:
         differences = ", ".join(f"{pair.difference:.1e}" for pair in pairs)
         print(f"DIFFERENT ACTIONS, call by call: {differences}, where at most {SAME_ACTIONS:.0e} is the same.")
         return 1
-    guidance = "separate" if args.separate else "batched"
     print(f"Size {args.size}, {args.steps} steps, float32, {args.execution}, branches {guidance}, {machine()}\n")
     print_table(pairs[config.dit.max_chunk_size :])
     print(f"\nThe two sides' action latents differ by {max(pair.difference for pair in pairs):.1e} at most.")

@@ -208,7 +208,7 @@ def block_traffic(config: ModelConfig, fp8: bool) -> tuple[Traffic, int]:
             CrossContext(tuple(cross(geometry.text_tokens) for _ in windows), cross(geometry.image_tokens)).joined(),
         )
         time = TimeEmbedding(torch.empty(2, dit.dim, **new), torch.empty(2, 6, dit.dim, **new))
-        forward = DirectExecution(model, pool, batched=True, compiled=True).forward(context)
+        forward = DirectExecution(model, pool, guidance="batched", compiled=True).forward(context)
         return count(lambda: forward(torch.empty(1, tokens, dit.dim, **new), time)), pool.layers[0].k.nbytes
 
 

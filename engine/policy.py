@@ -122,10 +122,6 @@ class Policy:
         dit = self._rollout.config.dit
         return math.ceil((dit.window_frames - 1) / dit.num_frame_per_block)
 
-    def set_batched(self, batched: bool) -> None:
-        """Have both guidance branches go through the DiT as one batch, or one by one, from the next call on."""
-        self._rollout.set_batched(batched)
-
     def reset_counters(self) -> None:
         """Count evictions and attention plans from here on."""
         self._cache.reset_counters()
@@ -176,7 +172,7 @@ class Policy:
             "preset": self._preset.info(),
             "execution": self._rollout.execution,
             "execution_reason": self._rollout.execution_reason,
-            "guidance": "batched" if self._rollout.batched else "separate",
+            "guidance": self._rollout.guidance,
             "kv_blocks": self._cache.report().blocks_total,
             "kv_sessions": self._cache.budget.sessions,
             "session_bytes": self._cache.report().session_bytes,

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution import CudaRecorder, DirectExecution, Execution, RecordedExecution, RecordingError
+from engine.execution import DirectExecution, Execution
+from engine.graphs import CaptureError, CudaCapture, GraphExecution
 from engine.model.config import ModelConfig
 from engine.model.dit import CrossContext, ForwardContext, Register
 from engine.model.encoders import FrameEncoder
@@ -38,7 +39,7 @@ class RolloutSettings:
     seed_per_session: whether each call of each session has noise of its own, which follows from the seed, the
         session's key and the number of its calls; otherwise the noise is the same at every call.
     execution: one of `engine.execution.EXECUTIONS`. execution_reason: why it is not what was asked for, if it is not.
-    batch_branches: whether both guidance branches go through the DiT as one batch.
+    guidance: "batched" where both guidance branches go through the DiT at once, "separate" where one after the other.
     """
 
     steps: int = 16
@@ -49,7 +50,7 @@ class RolloutSettings:
     step_cache: StepCacheSettings = field(default_factory=StepCacheSettings)
     execution: str = "eager"
     execution_reason: str | None = None
-    batch_branches: bool = True
+    guidance: str = "batched"
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,7 @@ class Rollout:
         video_sigmas = flow_sigmas(settings.steps, settings.sigma_shift, final_noise)
         action_sigmas = flow_sigmas(settings.steps, settings.sigma_shift)
         with torch.inference_mode():
-            self._set_recorder(CudaRecorder(self.device) if settings.execution == "graph" else None)
-            self.set_batched(settings.batch_branches)
+            self._set_execution(CudaCapture(self.device) if settings.execution == "graph" else None)
             # Noise levels are the same at every call, and so is all that depends on them alone.
             self._video_solver = FlowSolver(video_sigmas, self.device)
             self._action_solver = FlowSolver(action_sigmas, self.device)
@@ -121,21 +121,14 @@ class Rollout:
         return self._settings.execution_reason
 
     @property
-    def batched(self) -> bool:
-        """Whether both guidance branches go through the DiT as one batch."""
-        return self._batched
+    def guidance(self) -> str:
+        """As in RolloutSettings."""
+        return self._settings.guidance
 
     @property
     def config(self) -> ModelConfig:
         """Sizes of the model."""
         return self._model.config
-
-    def set_batched(self, batched: bool) -> None:
-        """Have both guidance branches go through the DiT as one batch, or one by one, from the next call on."""
-        self._batched = batched
-        compiled = self._settings.execution != "eager"
-        direct = DirectExecution(self._model.dit, self._cache.paged, batched, compiled)
-        self._execution: Execution = RecordedExecution(direct, self._recorder) if self._recorder else direct
 
     def tokenize(self, text: str) -> tuple[Tensor, Tensor]:
         """Token ids and mask, each (text_len,) int64."""
@@ -171,24 +164,24 @@ class Rollout:
         frames: stitched (T, h, w, 3) uint8. tokens, mask: the prompt's, (text_len,). state: (max_state_dim,) float32,
         normalised. noise: instead of the seeded noise.
         Where anything raises, K/V and frames are as before the call, and the session's next call restarts its window.
-        Where a forward cannot be recorded, or its recording gives other numbers, none is recorded from then on.
+        Where a forward cannot be captured, or its capture gives other numbers, none is captured from then on.
         """
         try:
             return self._call(session, frames, tokens, mask, state, noise)
-        except RecordingError as error:
-            self._stop_recording(error)
+        except CaptureError as error:
+            self._stop_capturing(error)
         return self._call(session, frames, tokens, mask, state, noise)
 
-    def _stop_recording(self, error: RecordingError) -> None:
-        logger.error("%s; forwards are compiled and not recorded from here on", error)
+    def _stop_capturing(self, error: CaptureError) -> None:
+        logger.error("%s; forwards are compiled and not captured from here on", error)
         self._settings = replace(self._settings, execution="compile", execution_reason=str(error))
-        self._set_recorder(None)
-        self.set_batched(self._batched)
+        self._set_execution(None)
 
-    def _set_recorder(self, recorder: CudaRecorder | None) -> None:
-        self._recorder = recorder
-        compiled = self._settings.execution != "eager" and self.device.type == "cuda"
-        self._frames = FrameEncoder(self._model, recorder, compiled)
+    def _set_execution(self, capture: CudaCapture | None) -> None:
+        compiled = self._settings.execution != "eager"
+        direct = DirectExecution(self._model.dit, self._cache.paged, self.guidance, compiled)
+        self._execution: Execution = GraphExecution(direct, capture) if capture else direct
+        self._frames = FrameEncoder(self._model, capture, compiled and self.device.type == "cuda")
 
     def _call(
         self, session: Session, frames: Tensor, tokens: Tensor, mask: Tensor, state: Tensor, noise: Noise | None

@@ -32,9 +32,9 @@ class EngineSettings:
     text_encoder_device: "auto" for where the rest of the model is, or "cpu" to keep the text encoder off the GPU: 9 GB
     less there, and a longer wait for each new prompt.
     execution: how the transformer runs: "eager", "compile" (torch.compile), "graph" (compiled and replayed as CUDA
-    graphs), or "auto" for graph on CUDA and eager elsewhere. guidance: both guidance branches "batched" in one forward,
-    "separate" in two, or "measure" to try both at start-up and keep the faster. vae_channels_last: convolve with
-    channels innermost, which is faster on CPUs and GPUs alike.
+    graphs), or "auto" for graph on CUDA and eager elsewhere. guidance: both guidance branches "batched" in one
+    forward, or "separate" in two. vae_channels_last: convolve with channels innermost, which is faster on CPUs and GPUs
+    alike.
     warm_up: calls made at start-up so that the first robot waits for nothing: "required" where their failure ends the
     start, "optional" where it is logged, "off" for none.
     attention_backend: "flash-attn-3", "flash-attn-4", "triton", "sdpa", or "auto" for the best that can run

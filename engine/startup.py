@@ -13,8 +13,9 @@ from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.open import open_checkpoint
 from engine.device import choose_device, require_small_for_cpu
 from engine.device_faults import DeviceUnavailable, is_lost, is_out_of_memory
-from engine.execution import EXECUTIONS, graph_copies_bytes
+from engine.execution import EXECUTIONS
 from engine.files.one_line import one_line
+from engine.graphs import graph_copies_bytes
 from engine.model.config import ModelConfig
 from engine.model.fp8 import has_fp8, require_fp8
 from engine.model.step_cache import parse_step_cache
@@ -89,7 +90,7 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
         embodiment = embodiment.with_relative_actions(relative)
     transforms = Transforms(embodiment, checkpoint.config, checkpoint.statistics)
     execution = _execution(settings, device, dtype, checkpoint.config)
-    backends = _backends(settings, device, dtype, checkpoint.config, recorded=execution == "graph")
+    backends = _backends(settings, device, dtype, checkpoint.config, captured=execution == "graph")
     geometry = kv_geometry(checkpoint.config, dtype)
     least = one_session_bytes(geometry, _window(checkpoint.config))
     if device.type == "cuda":
@@ -177,7 +178,7 @@ def _first_line(error: Exception) -> str:
 def _warm_up(policy: Policy, settings: EngineSettings, report: Callable[[str], None]) -> None:
     """Raises PolicyLoadError where a call fails and none may; DeviceUnavailable where it is for want of memory."""
     try:
-        warm_up(policy, report, settings.save_video is not None, settings.guidance == "measure")
+        warm_up(policy, report, settings.save_video is not None)
     except Exception as error:
         if is_lost(error):
             raise
@@ -186,7 +187,7 @@ def _warm_up(policy: Policy, settings: EngineSettings, report: Callable[[str], N
         reason = f"{type(error).__name__}: {_first_line(error)}"
         if settings.warm_up == "required":
             raise PolicyLoadError(
-                f"the warm-up failed ({reason}); --execution eager runs without compilation and recording, "
+                f"the warm-up failed ({reason}); --execution eager runs without compilation and capture, "
                 "--warm-up optional starts all the same"
             ) from error
         logger.warning("the warm-up failed (%s), so first calls may be slow or fail", reason, exc_info=error)
@@ -204,10 +205,10 @@ def _execution(settings: EngineSettings, device: torch.device, dtype: torch.dtyp
         return "eager"
     if importlib.util.find_spec("triton") is None:
         return "eager"  # what compiles for CUDA needs it
-    recordable = available_backends(device, dtype, device_side=True)
+    capturable = available_backends(device, dtype, device_side=True)
     # In float32 those that there are, are much slower than what reads lengths on the host.
-    is_recordable = dtype != torch.float32 and settings.attention_backend in ("auto", *recordable)
-    return "graph" if recordable and is_recordable else "compile"
+    is_capturable = dtype != torch.float32 and settings.attention_backend in ("auto", *capturable)
+    return "graph" if capturable and is_capturable else "compile"
 
 
 def _preset(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> Preset:
@@ -226,9 +227,8 @@ def _rollout_settings(settings: EngineSettings, preset: Preset) -> RolloutSettin
         ("seed", 0 <= settings.seed < 2**63, "0 to 2**63 - 1"),
         ("seed-per", settings.seed_per in ("call", "session"), "call or session"),
         ("kv-fraction", 0 < settings.kv_fraction <= 1, "more than 0, at most 1"),
-        ("guidance", settings.guidance in ("batched", "separate", "measure"), "batched, separate or measure"),
+        ("guidance", settings.guidance in ("batched", "separate"), "batched or separate"),
         ("warm-up", settings.warm_up in ("required", "optional", "off"), "required, optional or off"),
-        ("warm-up", (settings.guidance, settings.warm_up) != ("measure", "off"), "no off where guidance is measured"),
         ("text-encoder-device", settings.text_encoder_device in ("auto", "cpu"), "auto or cpu"),
     ):
         if not valid:
@@ -246,7 +246,7 @@ def _rollout_settings(settings: EngineSettings, preset: Preset) -> RolloutSettin
         seed=settings.seed,
         seed_per_session=settings.seed_per == "session",
         step_cache=step_cache,
-        batch_branches=settings.guidance != "separate",
+        guidance=settings.guidance,
     )
 
 
@@ -303,18 +303,18 @@ def require_memory(free: int, weights: int, session: int) -> None:
 
 
 def _backends(
-    settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig, recorded: bool
+    settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig, captured: bool
 ) -> list[str]:
     """The attention backends to try, in order: the one asked for, or all there are, the best first."""
     try:
-        chosen = choose_backend(device, dtype, settings.attention_backend, device_side=recorded)
+        chosen = choose_backend(device, dtype, settings.attention_backend, device_side=captured)
     except ValueError as error:
         raise _SettingError(str(error)) from error
     if settings.attention_backend != "auto":
         return [chosen]
     # Without a graph, where that was not asked for, there is always one more.
-    last = ["sdpa"] if recorded and settings.execution == "auto" else []
-    return available_backends(device, dtype, device_side=recorded) + last
+    last = ["sdpa"] if captured and settings.execution == "auto" else []
+    return available_backends(device, dtype, device_side=captured) + last
 
 
 def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:

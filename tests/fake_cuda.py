@@ -43,14 +43,14 @@ class Wait:
 
 @dataclass(frozen=True)
 class Replay:
-    """A recorded graph is launched."""
+    """A captured graph is launched."""
 
     graph: "Graph"
 
 
 @dataclass(eq=False)
 class Graph:
-    """What was recorded. operations: on the device. waits: what no graph can hold. on_host: work not repeated."""
+    """What was captured. operations: on the device. waits: what no graph can hold. on_host: work not repeated."""
 
     operations: int = 0
     waits: list[Wait] = field(default_factory=list)
@@ -62,7 +62,7 @@ class FakeCuda:
     """The devices, and what was done with them.
 
     capability: as of a card (9, 0). total: bytes of memory of each. events: waits and replays in order. graphs: as
-    recorded. used: devices that hold or held tensors. compiled: how many functions were given to `torch.compile`.
+    captured. used: devices that hold or held tensors. compiled: how many functions were given to `torch.compile`.
     """
 
     capability: tuple[int, int] = (9, 0)
@@ -76,13 +76,13 @@ class FakeCuda:
     current: int = 0
     allocated: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     peak: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    recording: Graph | None = None
+    capture: Graph | None = None
     _storages: set[int] = field(default_factory=set)
 
     def wait(self, kind: str) -> None:
         wait = Wait(kind, _where())
         self.waits += 1
-        (self.events if self.recording is None else self.recording.waits).append(wait)
+        (self.events if self.capture is None else self.capture.waits).append(wait)
 
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor's memory for as long as it lives. Raises OutOfMemoryError where the device has none left."""
@@ -141,8 +141,8 @@ class _Mode(FakeTensorMode):
                 self._to_device(source, None, target.device, not_blocking == [True])
                 return target
         if not on_device and (device is None or device.type != "cuda"):
-            if self._cuda.recording is not None:
-                self._cuda.recording.on_host.append(f"{func} at {_where()}")
+            if self._cuda.capture is not None:
+                self._cuda.capture.on_host.append(f"{func} at {_where()}")
             return func(*args, **kwargs)
         if func is aten.randn.generator:  # nothing is drawn
             func, kwargs = aten.randn.default, {k: v for k, v in kwargs.items() if k != "generator"}
@@ -156,8 +156,8 @@ class _Mode(FakeTensorMode):
         return copied
 
     def _on_device(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self._cuda.recording is not None:
-            self._cuda.recording.operations += 1
+        if self._cuda.capture is not None:
+            self._cuda.capture.operations += 1
         key = _key((func, *args, *kwargs.items()))
         known = _KNOWN.get(key)
         if known is None:
@@ -275,15 +275,15 @@ class _Generator(torch.Generator):
 def _graph_of(cuda: FakeCuda) -> type:
     class CUDAGraph:
         def capture_begin(self, *pool: Any, **options: Any) -> None:
-            assert cuda.recording is None
-            self._graph = cuda.recording = Graph()
+            assert cuda.capture is None
+            self._graph = cuda.capture = Graph()
             cuda.graphs.append(self._graph)
 
         def capture_end(self) -> None:
-            cuda.recording = None
+            cuda.capture = None
 
         def replay(self) -> None:
-            assert cuda.recording is None
+            assert cuda.capture is None
             cuda.events.append(Replay(self._graph))
 
     return CUDAGraph

@@ -162,7 +162,7 @@ class Mode:
     dtype: torch.dtype = torch.float32
     fp8: bool = False
     execution: str = "eager"
-    batch_branches: bool = True
+    guidance: str = "batched"
 
     @property
     def is_exact(self) -> bool:
@@ -190,11 +190,11 @@ class Engine:
 def build_engine(golden: Golden, mode: Mode = Mode()) -> Engine:
     """The engine that a golden file needs, on the CPU in float32 unless `mode` says otherwise."""
     checkpoint, device = golden.checkpoint(), torch.device(mode.device)
-    config, recorded = checkpoint.config, mode.execution == "graph"
+    config, captured = checkpoint.config, mode.execution == "graph"
     model = load_model(config, checkpoint.weights, device, mode.dtype, mode.fp8)
-    backend = choose_backend(device, mode.dtype, device_side=recorded)
+    backend = choose_backend(device, mode.dtype, device_side=captured)
     cache = build_cache(config, CPU_DEFAULT_BYTES, device, mode.dtype, backend)
-    settings = replace(golden.settings(), execution=mode.execution, batch_branches=mode.batch_branches)
+    settings = replace(golden.settings(), execution=mode.execution, guidance=mode.guidance)
     return Engine(
         checkpoint=checkpoint,
         model=model,
@@ -319,7 +319,7 @@ def main() -> int:
         dtype=getattr(torch, args.dtype),
         fp8=args.fp8,
         execution=args.execution,
-        batch_branches=not args.separate,
+        guidance="separate" if args.separate else "batched",
     )
     if not mode.is_exact:
         return print_deviations(args.files, mode)

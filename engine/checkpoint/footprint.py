@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.execution import graph_copies_bytes
+from engine.graphs import graph_copies_bytes
 from engine.model.config import ModelConfig
 from engine.model.weights import Model, build_model, weight_bytes
 from engine.settings import EngineSettings
@@ -61,11 +61,11 @@ _DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of serving in bfloat16, the forwards recorded as CUDA graphs.
+    """Bytes of serving in bfloat16, the forwards captured as CUDA graphs.
 
     weights: on the GPU. host_weights: in the host's memory, the text encoder or its embedding table. steady: features
     of grey frames that the video encoder keeps. activations: the most that a call takes for a while (the video
-    encoder's). graphs: what recordings keep for themselves, copies of
+    encoder's). graphs: what captures keep for themselves, copies of
     one session's cross-attention K/V and memory for the activations once more, which nothing else may use. session:
     K/V of one robot's full window, with what all share.
     """

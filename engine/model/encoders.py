@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from engine.execution import RecordedFunction, Recorder
+from engine.graphs import Capture, CapturedFunction
 from engine.model.vae import normalize_latents
 from engine.model.vision import encode_image
 from engine.model.weights import Model
@@ -15,10 +15,10 @@ from engine.model.weights import Model
 class FrameEncoder:
     """The encoders of one model.
 
-    recorder: records the VAE's work where given. compiled: whether that work runs compiled.
+    capture: captures the VAE's work where given. compiled: whether that work runs compiled.
     """
 
-    def __init__(self, model: Model, recorder: Recorder | None, compiled: bool) -> None:
+    def __init__(self, model: Model, capture: Capture | None, compiled: bool) -> None:
         self._model = model
         self._config = model.config
         self._device = model.dit.patch_embedding.weight.device
@@ -26,8 +26,8 @@ class FrameEncoder:
         encode = partial(model.video_encoder.encode, compiled=compiled)
         grey_frames = self._config.num_frames - 1
         encode_still = partial(model.video_encoder.encode_still, grey_frames=grey_frames, compiled=compiled)
-        self._encode = RecordedFunction(encode, recorder) if recorder else encode
-        self._encode_still = RecordedFunction(encode_still, recorder) if recorder else encode_still
+        self._encode = CapturedFunction(encode, capture) if capture else encode
+        self._encode_still = CapturedFunction(encode_still, capture) if capture else encode_still
 
     def image_features(self, image: Tensor) -> Tensor:
         """CLIP features (1, 257, vision_dim) of a frame (h, w, 3) uint8."""

@@ -1,4 +1,4 @@
-"""Every way to run the forwards gives the release's numbers: one batch or two forwards, compiled, recorded."""
+"""Every way to run the forwards gives the release's numbers: one batch or two forwards, compiled, captured."""
 
 import shutil
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.execution import CudaRecorder, DirectExecution, RecordedExecution, RecordedFunction
+from engine.execution import DirectExecution
+from engine.graphs import CapturedFunction, CudaCapture, GraphExecution
 from engine.model.dit import ForwardContext, TimeEmbedding
 from engine.rollout import Prediction
 from engine.session import Session
@@ -21,26 +22,26 @@ MASKED = next(path for path in FILES if path.stem == "step_mask_8")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 
 
-class Recorder:
-    """In place of CUDA graphs: repeats the very work, on the tensors that it was recorded with. Counts recordings."""
+class Capture:
+    """In place of CUDA graphs: repeats the very work, on the tensors that it was captured with. Counts captures."""
 
     def __init__(self) -> None:
-        self.recorded = 0
+        self.captured = 0
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        self.recorded += 1
+        self.captured += 1
         return work
 
 
-def recording(golden: Golden, recorder: Recorder, batched: bool = True) -> Engine:
+def on_graphs(golden: Golden, capture: Capture, guidance: str = "batched") -> Engine:
     engine = build_engine(golden)
-    direct = DirectExecution(engine.model.dit, engine.cache.paged, batched, compiled=False)
-    engine.rollout._execution = RecordedExecution(direct, recorder)
+    direct = DirectExecution(engine.model.dit, engine.cache.paged, guidance, compiled=False)
+    engine.rollout._execution = GraphExecution(direct, capture)
     return engine
 
 
 def test_branches_one_after_the_other_give_the_release_s_numbers() -> None:
-    report = check(SESSION, Mode(batch_branches=False))
+    report = check(SESSION, Mode(guidance="separate"))
     assert report.clean(TOLERANCE), report
 
 
@@ -75,30 +76,30 @@ def test_compiled_blocks_write_into_the_pool_and_copy_none_of_it() -> None:
     assert hidden <= max(largest[1:]) < engine.cache.paged.layers[0].k.nbytes / 4, "the first one compiled"
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_one_recording_serves_every_fill_and_call(batched: bool) -> None:
+@pytest.mark.parametrize("guidance", ["batched", "separate"])
+def test_one_capture_serves_every_fill_and_call(guidance: str) -> None:
     """A window that grows, restarts, and grows again: prefill of one frame and of two, and denoising."""
-    recorder = Recorder()
+    capture = Capture()
     golden = Golden(SESSION)
-    report = check_rollout(golden, recording(golden, recorder, batched))
+    report = check_rollout(golden, on_graphs(golden, capture, guidance))
     assert report.clean(TOLERANCE), report
-    assert recorder.recorded == 3
+    assert capture.captured == 3
 
 
-def test_recordings_serve_sessions_with_other_prompts_images_and_blocks() -> None:
+def test_captures_serve_sessions_with_other_prompts_images_and_blocks() -> None:
     goldens = [Golden(path) for path in FILES if path.stem in ("session", "prompt_change")]
-    recorder = Recorder()
-    engine = recording(goldens[0], recorder)
+    capture = Capture()
+    engine = on_graphs(goldens[0], capture)
     reports = [Report(), Report()]
     sessions = [Session(engine.cache.session(name)) for name in ("a", "b")]
     for index in range(3):
         for golden, session, report in zip(goldens, sessions, reports, strict=True):
             run_call(engine, golden, session, index, report)
     assert all(report.clean(TOLERANCE) for report in reports), reports
-    assert recorder.recorded == 3
+    assert capture.captured == 3
 
 
-def test_a_recording_that_gives_other_numbers_is_not_used(
+def test_a_capture_that_gives_other_numbers_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The call that finds it is made again without it."""
@@ -109,13 +110,13 @@ def test_a_recording_that_gives_other_numbers_is_not_used(
     def broken(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return lambda: work() + 1
 
-    engine.rollout._execution = RecordedExecution(
+    engine.rollout._execution = GraphExecution(
         DirectExecution(engine.model.dit, engine.cache.paged, True, False), broken
     )
     assert check_rollout(golden, engine).clean(TOLERANCE)
     assert engine.rollout.execution == "compile"
-    assert "differs from the one it records" in str(engine.rollout.execution_reason)
-    assert "differs from the one it records" in caplog.text
+    assert "differs from what was captured" in str(engine.rollout.execution_reason)
+    assert "differs from what was captured" in caplog.text
 
 
 def test_the_last_layer_of_a_prefill_computes_keys_and_values_alone() -> None:
@@ -184,33 +185,33 @@ def test_the_denoise_loop_waits_for_nothing_but_the_velocity_cache_s_decision(st
     assert set(waits.seen) == expected
 
 
-def test_a_recorded_function_knows_each_shape_and_gives_results_of_their_own() -> None:
+def test_a_captured_function_knows_each_shape_and_gives_results_of_their_own() -> None:
     engine = build_engine(Golden(MASKED))
-    recorder = Recorder()
-    encode = RecordedFunction(engine.model.video_encoder.encode, recorder)
+    capture = Capture()
+    encode = CapturedFunction(engine.model.video_encoder.encode, capture)
     with torch.inference_mode():
         for frames in (1, 5, 1):
             videos = torch.rand(2, 1, 3, frames, 64, 128) * 2 - 1
             got = [encode(video) for video in videos]
             for video, latents in zip(videos, got, strict=True):
                 assert torch.equal(latents, engine.model.video_encoder.encode(video))
-    assert recorder.recorded == 2
+    assert capture.captured == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("execution", ["eager", "compile", "graph"])
-@pytest.mark.parametrize("batch_branches", [True, False])
-def test_on_a_gpu_every_execution_gives_the_release_s_numbers(execution: str, batch_branches: bool) -> None:
-    mode = Mode(device="cuda", execution=execution, batch_branches=batch_branches)
+@pytest.mark.parametrize("guidance", ["batched", "separate"])
+def test_on_a_gpu_every_execution_gives_the_release_s_numbers(execution: str, guidance: str) -> None:
+    mode = Mode(device="cuda", execution=execution, guidance=guidance)
     report = check(SESSION, mode)
     assert report.clean(TOLERANCE), report
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_recording_reads_what_its_tensors_hold_by_then() -> None:
+def test_a_cuda_capture_reads_what_its_tensors_hold_by_then() -> None:
     x = torch.ones(4, device="cuda")
-    replay = CudaRecorder(x.device)(lambda: x * 2)
+    replay = CudaCapture(x.device)(lambda: x * 2)
     x.fill_(3)
     assert replay().tolist() == [6.0] * 4

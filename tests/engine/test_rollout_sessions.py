@@ -166,7 +166,7 @@ def quick() -> dict[str, Engine]:
     golden = Golden(FILES / "session.safetensors")
     golden.config["action_head_cfg"]["config"]["num_frames"] = 9
     golden.runtime["num_inference_steps"] = 2
-    return {guidance: build_engine(golden, Mode(batch_branches=guidance == "batched")) for guidance in FORWARDS}
+    return {guidance: build_engine(golden, Mode(guidance=guidance)) for guidance in FORWARDS}
 
 
 @pytest.mark.parametrize("layer", range(3))

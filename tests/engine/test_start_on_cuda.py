@@ -1,6 +1,6 @@
 """The road from settings to answers on a CUDA device, walked on one that is not there (`tests/fake_cuda.py`).
 
-What is run is the server's own `load_policy`: loading, self-check, trial, sizing, recordings, warm-up; then five calls.
+What is run is the server's own `load_policy`: loading, self-check, trial, sizing, captures, warm-up; then five calls.
 """
 
 import copy
@@ -126,10 +126,10 @@ def test_start_and_calls_go_through_on_the_device_asked_for_alone(way: tuple[Roa
     assert road.cuda.peak[index] < road.cuda.total
 
 
-def test_every_forward_is_recorded_and_nothing_in_it_waits_or_is_done_by_the_host(
+def test_every_forward_is_captured_and_nothing_in_it_waits_or_is_done_by_the_host(
     way: tuple[Road, EngineSettings, int],
 ) -> None:
-    """Prefill of one frame and of two, denoising, and the VAE's two encodings; no call records any more."""
+    """Prefill of one frame and of two, denoising, and the VAE's two encodings; no call captures any more."""
     road, _, _ = way
     assert len(road.cuda.graphs) == 5
     for graph in road.cuda.graphs:
@@ -232,16 +232,16 @@ def test_a_backend_that_fails_its_check_gives_way_to_the_next(
             load_policy(replace(QUICK, execution="graph"), lambda status: None)
 
 
-def test_a_recording_that_differs_leaves_the_start_compiled_and_its_reason_to_be_read(
+def test_a_capture_that_differs_leaves_the_start_compiled_and_its_reason_to_be_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("engine.execution._ROUNDING", -1.0)
+    monkeypatch.setattr("engine.graphs._ROUNDING", -1.0)
     with fake_cuda() as cuda:
         info = load_policy(replace(QUICK, steps=1, warm_up="required"), lambda status: None).info()
     assert len(cuda.graphs) == 1, "after the first that differs, none is made"
     assert info["execution"] == "compile"
-    assert "a recorded run differs from the one it records" in str(info["execution_reason"])
-    assert "a recorded run differs from the one it records" in caplog.text
+    assert "a replay differs from what was captured" in str(info["execution_reason"])
+    assert "a replay differs from what was captured" in caplog.text
 
 
 async def test_too_little_memory_is_no_bad_setting_and_leaves_with_1(caplog: pytest.LogCaptureFixture) -> None:

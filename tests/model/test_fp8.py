@@ -224,7 +224,7 @@ def test_what_cannot_be_met_is_one_line_before_anything_is_read(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_layer_on_cuda_gives_what_the_cpu_gives_and_can_be_recorded() -> None:
+def test_a_layer_on_cuda_gives_what_the_cpu_gives_and_can_be_captured() -> None:
     made, _ = layer(dtype=torch.bfloat16)
     x = inputs(1, 25, 64, dtype=torch.bfloat16)
     expected = made(x)
