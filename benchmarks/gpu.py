@@ -36,9 +36,9 @@ from benchmarks.gpu_report import Verdict, begin_part, begin_table, show, show_r
 from benchmarks.gpu_speed import Way, begin_speed_table, compare_ways, time_calls
 from benchmarks.machine import machine
 from engine.checkpoint.synthetic import BUILTIN_CONFIGS
-from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
 from engine.startup import load_policy
+from protocol.robot import Observation
 from tests.golden import FILES, TOLERANCE, Mode, check
 
 SESSION = next(path for path in FILES if path.stem == "session")

@@ -118,7 +118,7 @@ def allocated_mib() -> float:
 
 def serve_ours(ready: Connection, make_policy: Callable[[], object], settings: dict[str, Any]) -> None:
     """Run this project's server until SIGTERM; send its port."""
-    from policy_server.garbage import keep_what_is_loaded
+    from policy_server.garbage import freeze_gc
     from policy_server.server import PolicyServer
     from policy_server.settings import ServerSettings
 
@@ -128,7 +128,7 @@ def serve_ours(ready: Connection, make_policy: Callable[[], object], settings: d
         load: Any = lambda report: make_policy()  # noqa: E731
         async with PolicyServer(ServerSettings(**({"port": 0} | settings)), load) as server:
             await server.ready()
-            keep_what_is_loaded()  # as `python -m policy_server` does
+            freeze_gc()  # as `python -m policy_server` does
             ready.send(server.port)
             await stop.wait()
 

@@ -10,13 +10,12 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from benchmarks.serving_processes import StubPolicy, observation, running, serve_ours, serve_plainly
 from engine.robot.embodiment_file import read_embodiment
-from policy_server.observations import observation_spec
 from protocol.codec import Limits
 from protocol.messages import read_request
 
 BLOCKS = 10
 LIMITS = Limits()
-DROID = observation_spec(read_embodiment("oxe_droid"))
+DROID = read_embodiment("oxe_droid").observation_spec
 
 
 def wire_table(rounds: int) -> list[str]:

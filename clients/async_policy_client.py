@@ -13,11 +13,11 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ProtocolError
 from websockets.protocol import State
 
-from clients.conversation import (
+from clients.client_protocol import (
     IO_ERRORS,
     LARGEST_REPLY,
     MOST_PIECES,
-    Conversation,
+    ClientProtocol,
     Deadline,
     Drop,
     Exchange,
@@ -53,27 +53,27 @@ class AsyncPolicyClient:
         connect_timeout: float | None = None,
         max_size: int = LARGEST_REPLY,
     ) -> None:
-        self._conversation = Conversation(host, port, api_key, resend, connect_timeout, max_size)
+        self._protocol = ClientProtocol(host, port, api_key, resend, connect_timeout, max_size)
         self._connection: ClientConnection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn: asyncio.Lock
         forget_in_children(self)
 
     async def get_server_metadata(self) -> dict[str, Any]:
-        """The server's handshake: six keys (protocol.handshake). Raises ConnectFailed."""
-        if not self._conversation.metadata:
-            await self._run(self._conversation.connect(), Deadline(None))
-        return self._conversation.metadata
+        """The server's handshake: six keys (protocol.robot). Raises ConnectFailed."""
+        if not self._protocol.metadata:
+            await self._run(self._protocol.connect(), Deadline(None))
+        return self._protocol.metadata
 
     async def infer(self, obs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
         """As PolicyClient.infer."""
         call = Deadline(timeout)
-        return await self._run(self._conversation.infer(obs, asyncio.current_task(), call), call)
+        return await self._run(self._protocol.infer(obs, asyncio.current_task(), call), call)
 
     async def reset(self, *, session_id: str | int | None = None, timeout: float | None = None) -> None:
         """As PolicyClient.reset; without a name, the session that the calling task used last."""
         call = Deadline(timeout)
-        await self._run(self._conversation.reset(session_id, asyncio.current_task(), call), call)
+        await self._run(self._protocol.reset(session_id, asyncio.current_task(), call), call)
 
     async def close(self) -> None:
         """Close the connection. A later call would open a new one."""
@@ -85,7 +85,7 @@ class AsyncPolicyClient:
     def after_fork(self) -> None:
         """Leave the connection to the parent process. Called in the child (clients.forks)."""
         self._loop, self._connection = None, None
-        self._conversation.begin_anew()
+        self._protocol.begin_anew()
 
     async def __aenter__(self) -> Self:
         await self.get_server_metadata()
@@ -99,7 +99,7 @@ class AsyncPolicyClient:
         try:
             await _within(call.left(), turn.acquire())
         except TimeoutError:
-            raise self._conversation.no_turn(call) from None
+            raise self._protocol.no_turn(call) from None
         try:
             step = next(steps)
             while True:
@@ -142,7 +142,7 @@ class AsyncPolicyClient:
         return None
 
     async def _exchange(self, frame: bytes | None, seconds: float) -> bytes | str:
-        assert self._connection is not None  # the conversation opened it
+        assert self._connection is not None  # the protocol opened it
         try:
             return await _within(seconds, _reply(self._connection, frame))
         except BaseException:  # also cancellation: the reply on its way must not answer the next request

@@ -13,11 +13,11 @@ from websockets.exceptions import InvalidHandshake, ProtocolError
 from websockets.protocol import State
 from websockets.sync.client import ClientConnection, connect
 
-from clients.conversation import (
+from clients.client_protocol import (
     IO_ERRORS,
     LARGEST_REPLY,
     MOST_PIECES,
-    Conversation,
+    ClientProtocol,
     Deadline,
     Drop,
     Exchange,
@@ -64,16 +64,16 @@ class PolicyClient:
         connect_timeout: float | None = None,
         max_size: int = LARGEST_REPLY,
     ) -> None:
-        self._conversation = Conversation(host, port, api_key, resend, connect_timeout, max_size)
+        self._protocol = ClientProtocol(host, port, api_key, resend, connect_timeout, max_size)
         self._connection: ClientConnection | None = None
         self._exit = ExitStack()
         self._turn = threading.Lock()
         forget_in_children(self)
-        self._run(self._conversation.connect(), Deadline(None))
+        self._run(self._protocol.connect(), Deadline(None))
 
     def get_server_metadata(self) -> dict[str, Any]:
-        """The server's handshake: six keys (protocol.handshake)."""
-        return self._conversation.metadata
+        """The server's handshake: six keys (protocol.robot)."""
+        return self._protocol.metadata
 
     def infer(self, obs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
         """The server's reply to an observation (keys as in protocol.observation, with `prompt` and `session_id`).
@@ -89,7 +89,7 @@ class PolicyClient:
         ReplyLost, ConnectFailed, and CodecError where the observation holds what cannot be sent.
         """
         call = Deadline(timeout)
-        return self._run(self._conversation.infer(obs, threading.current_thread(), call), call)
+        return self._run(self._protocol.infer(obs, threading.current_thread(), call), call)
 
     def reset(self, *, session_id: str | int | None = None, timeout: float | None = None) -> None:
         """End an episode: the server forgets what that session saw. (openpi's own client sends nothing here.)
@@ -98,7 +98,7 @@ class PolicyClient:
         timeout: as for infer. Raises PolicyError, ReplyTimeout, ReplyLost, ConnectFailed.
         """
         call = Deadline(timeout)
-        self._run(self._conversation.reset(session_id, threading.current_thread(), call), call)
+        self._run(self._protocol.reset(session_id, threading.current_thread(), call), call)
 
     def close(self) -> None:
         """Close the connection. A later call would open a new one."""
@@ -112,7 +112,7 @@ class PolicyClient:
         self._connection = None
         self._exit = ExitStack()
         self._turn = threading.Lock()  # which a thread of the parent may have held
-        self._conversation.begin_anew()
+        self._protocol.begin_anew()
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +122,7 @@ class PolicyClient:
 
     def _run(self, steps: Steps[Result], call: Deadline) -> Result:
         if not self._turn.acquire(timeout=min(call.left(), threading.TIMEOUT_MAX)):
-            raise self._conversation.no_turn(call)
+            raise self._protocol.no_turn(call)
         try:
             step = next(steps)
             while True:
@@ -162,7 +162,7 @@ class PolicyClient:
 
     def _exchange(self, frame: bytes | None, seconds: float) -> bytes | str:
         connection = self._connection
-        assert connection is not None  # the conversation opened it
+        assert connection is not None  # the protocol opened it
         try:
             with _cut_after(seconds, connection):
                 if frame is not None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from engine.checkpoint.open import Checkpoint
 from engine.model.text import LONGEST_PROMPT
 from engine.presets import Preset
-from engine.robot.embodiment import Embodiment, Observation
+from engine.robot.embodiment import Embodiment
 from engine.robot.transforms import Transforms
 from engine.rollout import Rollout
 from engine.session import BUFFERED_FRAMES, Session, Window
 from kv_cache.cache import KVCache, KVReport
+from protocol.robot import Observation
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from engine.rollout import Rollout
 from engine.session import Session
 from kv_cache.cache import SessionKV
 
-_PROMPT = "trial"
+_PROMPT = "profile run"
 
 
-def trial_calls(rollout: Rollout, kv: SessionKV, decode: bool) -> None:
+def profile_calls(rollout: Rollout, kv: SessionKV, decode: bool) -> None:
     """Make the two kinds of call there are, a restart and one that continues, with grey frames.
 
     decode: whether meanwhile a video is being decoded, as when episodes are recorded.
@@ -29,9 +29,9 @@ def trial_calls(rollout: Rollout, kv: SessionKV, decode: bool) -> None:
 def activation_bytes(rollout: Rollout, kv: SessionKV, decode: bool) -> int:
     """Most bytes that calls take for a while on the rollout's CUDA device, beyond what is held all the time.
 
-    decode: as for `trial_calls`.
+    decode: as for `profile_calls`.
     """
     held = torch.cuda.memory_allocated(rollout.device)
     torch.cuda.reset_peak_memory_stats(rollout.device)
-    trial_calls(rollout, kv, decode)
+    profile_calls(rollout, kv, decode)
     return torch.cuda.max_memory_allocated(rollout.device) - held

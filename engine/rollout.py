@@ -191,7 +191,7 @@ class Rollout:
         prompt = _prompt_key(tokens)
         window = self._window(session, prompt)
         seen_before = (session.frames.copy(), session.called)
-        seen = session.see(frames)
+        seen = session.push_frames(frames)
         session.prompt = prompt
         restart = window is not Window.CONTINUED
         if restart:

@@ -40,7 +40,7 @@ class Session:
     called: bool = False
     calls: int = 0
 
-    def see(self, frames: Iterable[Tensor]) -> list[Tensor]:
+    def push_frames(self, frames: Iterable[Tensor]) -> list[Tensor]:
         """Take the frames sent at a call into the buffer; returns those the model looks at.
 
         The newest alone at the first call; then always four, the oldest repeated where fewer have come.

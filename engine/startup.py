@@ -124,9 +124,9 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     reserved = 0
     if device.type == "cuda" and settings.kv_bytes is None:
         rollout, cache = serve_from(least, replace(rollout_settings, execution="eager"))
-        reserved = activation_bytes(rollout, cache.session("trial"), settings.save_video is not None)
+        reserved = activation_bytes(rollout, cache.session("profile run"), settings.save_video is not None)
         del rollout, cache
-        torch.cuda.empty_cache()  # what the trial held counts as used until then
+        torch.cuda.empty_cache()  # what the profile run held counts as used until then
         if execution == "graph":
             reserved += reserved + graph_copies_bytes(geometry)  # graphs keep what their work needs for themselves
     available = kv_bytes_available(device, settings.kv_fraction, settings.kv_bytes, reserved)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.policy import Policy
-from engine.robot.embodiment import Embodiment, Observation
+from engine.robot.embodiment import Embodiment
+from protocol.robot import Observation
 
 _SESSION = "warm-up"
 

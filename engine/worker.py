@@ -15,14 +15,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.device_faults import is_lost, is_out_of_memory
 from engine.fair_queue import FairQueue, Peer
-from engine.robot.embodiment import Observation
 from engine.watchdog import Watchdog
+from protocol.robot import Observation
 
 if TYPE_CHECKING:  # the loop itself must start, and say that it loads, before torch is imported
     from engine.policy import Chunk, Policy, PolicyStats
@@ -50,16 +50,7 @@ class EngineHung(RuntimeError):
 
 
 @dataclass(frozen=True)
-class TimedChunk:
-    """A call's result. wait_seconds: in the queue. infer_seconds: on the engine's thread, a retry included."""
-
-    chunk: Chunk
-    wait_seconds: float
-    infer_seconds: float
-
-
-@dataclass(frozen=True)
-class LoopStats:
+class WorkerStats:
     """waiting: calls in the queue. running: whether a job is on the device. policy: None until it is loaded."""
 
     waiting: int
@@ -74,7 +65,7 @@ class _Job:
     future: Future[Any] = field(default_factory=Future)
 
 
-class EngineLoop:
+class EngineWorker:
     """Runs a policy's jobs: those of different callers in turns, see FairQueue.
 
     load: makes the policy; called on the engine's thread with a function that takes what loading is doing, in words.
@@ -97,7 +88,7 @@ class EngineLoop:
         self._recorder = recorder
         self._calls: FairQueue[_Job] = FairQueue(room=max_queue)
         self._ends: deque[_Job] = deque()
-        self._spare: deque[_Job] = deque()
+        self._idle: deque[_Job] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._stopped = False
@@ -116,7 +107,7 @@ class EngineLoop:
         self._watchdog.start()
         if self._recorder is not None:
             self._recorder.finished.add_done_callback(self._recorded)
-            self._recorder.start(self.spare)
+            self._recorder.start(self.submit_idle)
 
     @property
     def not_ready(self) -> str | None:
@@ -129,10 +120,11 @@ class EngineLoop:
             return f"{self._out_of_memory_calls} calls in a row ran out of device memory"
         return self._not_ready
 
-    def infer(self, session_id: str, observation: Observation, peer: Peer | None = None) -> Future[TimedChunk]:
+    def infer(self, session_id: str, observation: Observation, peer: Peer | None = None) -> Future[Chunk]:
         """Queue one call of the policy. A future that is cancelled while it waits is never run.
 
-        peer: who calls, the same object at each call; None for one that calls once.
+        peer: who calls, the same object at each call; None for one that calls once. The result's `seconds` have, beside
+        the phases, "wait" in the queue and "infer", all of it on the engine's thread, a second try included.
         Raises EngineBusy when `max_queue` calls wait already and this one has to give way, EngineStopped after `stop`
         or the thread's death. The future raises what the policy raised, EngineBusy where the call gave way to a later
         one, or EngineStopped.
@@ -174,7 +166,7 @@ class EngineLoop:
         _fail(dropped, EngineStopped("its session has ended"))
         return job.future
 
-    def spare(self, run: Callable[[Policy], Any]) -> Future[Any]:
+    def submit_idle(self, run: Callable[[Policy], Any]) -> Future[Any]:
         """Queue a small piece of work for when nothing else waits, after `stop` with draining too.
 
         Raises EngineStopped after `stop` without it or the thread's death. The future raises what `run` raised, or
@@ -184,16 +176,16 @@ class EngineLoop:
         with self._wake:
             if self._stopped:
                 raise EngineStopped(self._not_ready)
-            self._spare.append(job)
+            self._idle.append(job)
             self._wake.notify()
         return job.future
 
-    def stats(self) -> LoopStats:
+    def stats(self) -> WorkerStats:
         """What waits, what runs, what the policy holds. Cheap, from any thread."""
         policy = self._policy
         with self._wake:
             waiting = len(self._calls)
-        return LoopStats(waiting, self._running is not None, policy.stats() if policy is not None else None)
+        return WorkerStats(waiting, self._running is not None, policy.stats() if policy is not None else None)
 
     def stop(self, *, drain: bool) -> None:
         """Take no more jobs. The running one finishes; waiting ones still run if `drain`, else get EngineStopped.
@@ -216,9 +208,9 @@ class EngineLoop:
     def _drop_all(self) -> list[_Job]:
         """Empty all queues for good; with the lock held."""
         self._stopped = True
-        dropped = [*self._ends, *self._calls.discard(lambda call: True), *self._spare]
+        dropped = [*self._ends, *self._calls.discard(lambda call: True), *self._idle]
         self._ends.clear()
-        self._spare.clear()
+        self._idle.clear()
         return dropped
 
     def _recorded(self, _: Future[None]) -> None:
@@ -299,13 +291,13 @@ class EngineLoop:
     def _next(self, ended: Callable[[], bool]) -> _Job | None:
         """The next job, a spare one where there is no other, or None when nothing is left and nothing will come."""
         with self._wake:
-            while not (self._ends or self._calls or self._spare or ended()):
+            while not (self._ends or self._calls or self._idle or ended()):
                 self._wake.wait()
             if self._ends:
                 return self._ends.popleft()
             if self._calls:
                 return self._calls.pop()
-            return self._spare.popleft() if self._spare else None
+            return self._idle.popleft() if self._idle else None
 
     def _run(self, policy: Policy, job: _Job) -> None:
         if not job.future.set_running_or_notify_cancel():
@@ -337,12 +329,13 @@ class EngineLoop:
                 if not self._stopping:
                     self._not_ready = None
 
-    def _call(self, queued_at: float, session_id: str, observation: Observation, policy: Policy) -> TimedChunk:
+    def _call(self, queued_at: float, session_id: str, observation: Observation, policy: Policy) -> Chunk:
         started_at = time.monotonic()
         chunk = self._infer(policy, session_id, observation)
         if self._recorder is not None:
             self._recorder.add(session_id, chunk)
-        return TimedChunk(chunk, started_at - queued_at, time.monotonic() - started_at)
+        of_all = {"wait": started_at - queued_at, "infer": time.monotonic() - started_at}
+        return replace(chunk, seconds=of_all | chunk.seconds)
 
     def _infer(self, policy: Policy, session_id: str, observation: Observation) -> Chunk:
         """One call, and a second try with emptied caches when the device has no memory left for it."""

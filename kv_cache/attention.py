@@ -31,24 +31,24 @@ class AttentionPlan:
     visible: (B,) int32 on the device: number of tokens in each window.
     stored: (B, F) int64 on the device: blocks that take the K/V of the F current frames; none (F is 0) where they
         leave nothing behind.
-    extent: for each branch (2,) int64 on the CPU: number of blocks in its window, and the first of them where they are
+    runs: for each branch (2,) int64 on the CPU: number of blocks in its window, and the first of them where they are
         one run of neighbours, which attention on a CPU reads in place; -1 where they are in pieces.
     """
 
     table: Tensor
     visible: Tensor
     stored: Tensor
-    extent: tuple[Tensor, ...]
+    runs: tuple[Tensor, ...]
 
     @property
     def views(self) -> int:
         """How many windows are one run."""
-        return sum(int(first) >= 0 for _, first in self.extent)
+        return sum(int(first) >= 0 for _, first in self.runs)
 
     def split(self) -> "tuple[AttentionPlan, ...]":
         """A plan for each branch alone."""
-        parts = zip(self.table.split(1), self.visible.split(1), self.stored.split(1), self.extent, strict=True)
-        return tuple(AttentionPlan(table, visible, stored, (extent,)) for table, visible, stored, extent in parts)
+        parts = zip(self.table.split(1), self.visible.split(1), self.stored.split(1), self.runs, strict=True)
+        return tuple(AttentionPlan(table, visible, stored, (runs,)) for table, visible, stored, runs in parts)
 
 
 def available_backends(device: torch.device, dtype: torch.dtype, device_side: bool = False) -> list[str]:
@@ -121,7 +121,7 @@ def attend(
     Returns (B, L, heads, head_dim), contiguous.
     """
     attention: Tensor = torch.ops.kv_cache.attend(
-        q, k, v, k_cache, v_cache, plan.table, plan.visible, plan.extent, backend
+        q, k, v, k_cache, v_cache, plan.table, plan.visible, plan.runs, backend
     )
     return attention
 
@@ -145,7 +145,7 @@ def _attend(
     v_cache: Tensor,
     table: Tensor,
     visible: Tensor,
-    extent: list[Tensor],
+    runs: list[Tensor],
     backend: str,
 ) -> Tensor:
     if backend == "flash-attn-3":
@@ -155,7 +155,7 @@ def _attend(
     if backend == "triton":
         return _triton(q, k, v, k_cache, v_cache, table, visible)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for branch, (blocks, first) in enumerate(each.tolist() for each in extent):  # on the CPU: nothing is waited for
+    for branch, (blocks, first) in enumerate(each.tolist() for each in runs):  # on the CPU: nothing is waited for
         window = slice(first, first + blocks) if first >= 0 else table[branch, :blocks]
         keys, values = (cache[window].flatten(0, 1) for cache in (k_cache, v_cache))
         _sdpa(q[branch], keys, values, k[branch], v[branch], out[branch])
@@ -174,7 +174,7 @@ def _nothing(*_: object) -> None:
 _library = torch.library.Library("kv_cache", "DEF")
 _library.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor table, Tensor visible, "
-    "Tensor[] extent, str backend) -> Tensor"
+    "Tensor[] runs, str backend) -> Tensor"
 )
 _library.define("store(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor stored) -> ()")
 for _dispatch_key in ("CPU", "CUDA"):

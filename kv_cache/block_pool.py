@@ -1,9 +1,9 @@
 """Which blocks are free. One block holds the K/V of one latent frame; nothing here knows a tensor.
 
 The pool prefers runs of neighbouring blocks, because attention reads a run through a plain view. It is laid out in
-aisles of `aisle` blocks, the most a window ever holds: a new window starts in an aisle that is wholly free, where it
-can grow without meeting another. Once no such aisle is left, blocks come from the tightest gap that fits, and a window
-in pieces is attended through a gather instead: slower, never wrong.
+segments of `segment` blocks, the most a window ever holds: a new window starts in a segment that is wholly free, where
+it can grow without meeting another. Once no such segment is left, blocks come from the tightest gap that fits, and a
+window in pieces is attended through a gather instead: slower, never wrong.
 """
 
 
@@ -12,15 +12,15 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockPool:
-    """The free list over blocks 0 to num_blocks - 1. Raises ValueError where num_blocks or aisle is not positive."""
+    """The free list over blocks 0 to num_blocks - 1. Raises ValueError where num_blocks or segment is not positive."""
 
-    def __init__(self, num_blocks: int, aisle: int = 1) -> None:
+    def __init__(self, num_blocks: int, segment: int = 1) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool holds at least one block, got {num_blocks}")
-        if aisle < 1:
-            raise ValueError(f"an aisle holds at least one block, got {aisle}")
+        if segment < 1:
+            raise ValueError(f"a segment holds at least one block, got {segment}")
         self.num_blocks = num_blocks
-        self._aisle = aisle
+        self._segment = segment
         self._free = [True] * num_blocks
         self._free_count = num_blocks
 
@@ -42,12 +42,12 @@ class BlockPool:
         """Take `count` blocks, as few runs of neighbours as can be.
 
         prefer: the block that would extend the caller's window; the blocks from there on are taken as far as they
-            are free. Without it a new window starts: in a free aisle where there is one.
+            are free. Without it a new window starts: in a free segment where there is one.
         Raises OutOfBlocks, with nothing taken, where fewer than `count` are free.
         """
         if count > self._free_count:
             raise OutOfBlocks(f"{count} blocks asked for, {self._free_count} of {self.num_blocks} free")
-        start = self._free_aisle() if prefer is None else prefer
+        start = self._free_segment() if prefer is None else prefer
         blocks = [] if start is None else self._take_run(start, count)
         while len(blocks) < count:
             missing = count - len(blocks)
@@ -77,9 +77,9 @@ class BlockPool:
         self._free_count -= len(run)
         return run
 
-    def _free_aisle(self) -> int | None:
-        for start in range(0, self.num_blocks - self._aisle + 1, self._aisle):
-            if all(self._free[start : start + self._aisle]):
+    def _free_segment(self) -> int | None:
+        for start in range(0, self.num_blocks - self._segment + 1, self._segment):
+            if all(self._free[start : start + self._segment]):
                 return start
         return None
 

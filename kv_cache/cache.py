@@ -1,4 +1,4 @@
-"""The K/V of many sessions on one device: windows, cross-attention halves, eviction, transactions.
+"""The K/V of many sessions on one device: windows, cross-attention K/V, eviction, transactions.
 
 One thread uses it, one call at a time. A session that is not in a call is idle, and an idle session's K/V can be taken
 at any moment: it has then lost a window, not an episode, and its next call starts a new one.
@@ -51,7 +51,7 @@ class SessionKV:
 
     @property
     def image(self) -> LayerKV:
-        """The image half, for both branches. Raises LookupError where none was published."""
+        """The image K/V, for both branches. Raises LookupError where none was published."""
         if self._image is None:
             raise LookupError(f"session {self.key!r} has no image K/V")
         return self._image
@@ -64,7 +64,7 @@ class SessionKV:
         return self._conditioning
 
     def text(self, branch: int) -> LayerKV:
-        """The text half of a branch. Raises LookupError where none was published."""
+        """The text K/V of a branch. Raises LookupError where none was published."""
         text = self._branches[branch].text
         if text is None:
             raise LookupError(f"branch {branch} of session {self.key!r} has no text K/V")
@@ -76,8 +76,8 @@ class KVReport:
     """A reading of the instrument. Counters run from the start; `plain_view` and `gathered` count the windows
     of forward plans.
 
-    cross_bytes: of cross-attention halves and conditioning; of it text_bytes are those of prompts, which sessions
-    share. session_bytes: the most that one session can hold. bytes_by_session: what each holds now, its prompt's half
+    cross_bytes: of cross-attention K/V and conditioning; of it text_bytes are those of prompts, which sessions
+    share. session_bytes: the most that one session can hold. bytes_by_session: what each holds now, its text K/V
     as if it were its own.
     """
 
@@ -107,7 +107,7 @@ class KVCache:
         self.policy = policy
         self.budget = budget
         self.paged = PagedKV(geometry, budget.blocks, device, backend)
-        self._pool = BlockPool(budget.blocks, aisle=geometry.window_blocks(policy))
+        self._pool = BlockPool(budget.blocks, segment=geometry.window_blocks(policy))
         self._text = TextKV()
         self._sessions: OrderedDict[Hashable, SessionKV] = OrderedDict()  # least recently used first
         self._active: SessionKV | None = None
@@ -153,7 +153,7 @@ class KVCache:
             self._active = None
 
     def restart(self, session: SessionKV) -> None:
-        """Empty the window and drop what it was started with. The text halves stay: they depend on the prompt alone."""
+        """Empty the window and drop what it was started with. The text K/V stay: they depend on the prompt alone."""
         for branch in session._branches:
             self._pool.free(branch.blocks)
             branch.blocks, branch.kept = [], 0
@@ -192,7 +192,7 @@ class KVCache:
             branch.blocks = window + blocks
 
     def publish_text(self, session: SessionKV, branch: int, prompt: bytes, compute: Callable[[], LayerKV]) -> None:
-        """Give a branch the text half of `prompt` (its token ids), computed where no session has it yet.
+        """Give a branch the text K/V of `prompt` (its token ids), computed where no session has it yet.
 
         All or nothing: where `compute` raises, the branch keeps the prompt it had.
         """
@@ -207,7 +207,7 @@ class KVCache:
         held.prompt, held.text = prompt, text
 
     def publish_image(self, session: SessionKV, compute: Callable[[], LayerKV]) -> None:
-        """Give the session its image half. All or nothing: where `compute` raises, there is none."""
+        """Give the session its image K/V. All or nothing: where `compute` raises, there is none."""
         session._image = None
         self._make_cross_room(self.geometry.start_bytes)
         session._image = compute()
@@ -220,7 +220,7 @@ class KVCache:
         session._conditioning = conditioning
 
     def keep_text(self, prompt: bytes, compute: Callable[[], LayerKV]) -> None:
-        """Hold a prompt's text half for good (the negative prompt of every session)."""
+        """Hold the text K/V of a prompt for good (the negative prompt of every session)."""
         self._text.acquire(prompt, compute)
 
     def reset_counters(self) -> None:

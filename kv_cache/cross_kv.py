@@ -1,4 +1,4 @@
-"""Cross-attention K/V: the text half by prompt, shared and counted; the image half by session (spec section 3.7)."""
+"""Cross-attention K/V: the text K/V by prompt, shared and counted; the image K/V by session (spec section 3.7)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class _Entry:
 
 
 class TextKV:
-    """Text halves by prompt tokens. One copy however many sessions use a prompt; it leaves with its last user."""
+    """Text K/V by prompt tokens. One copy however many sessions use a prompt; it leaves with its last user."""
 
     def __init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}
@@ -44,7 +44,7 @@ class TextKV:
         return entry.users if entry else 0
 
     def acquire(self, tokens: bytes, compute: Callable[[], LayerKV]) -> LayerKV:
-        """The text half of a prompt for one more user; `compute` runs where no other user has it.
+        """The text K/V of a prompt for one more user; `compute` runs where no other user has it.
 
         All or nothing: where `compute` raises, there is no entry and no user.
         """

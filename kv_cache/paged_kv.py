@@ -39,17 +39,17 @@ class KVGeometry:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of a prompt's cross-attention half."""
+        """Bytes of a prompt's cross-attention K/V."""
         return self.text_tokens * self.token_bytes
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of an image's cross-attention half."""
+        """Bytes of an image's cross-attention K/V."""
         return self.image_tokens * self.token_bytes
 
     @property
     def start_bytes(self) -> int:
-        """Bytes that a window is started with: the image's cross-attention half and the conditioning."""
+        """Bytes that a window is started with: the image's cross-attention K/V and the conditioning."""
         return self.image_bytes + self.conditioning_bytes
 
     @property
@@ -123,7 +123,7 @@ class PagedKV:
                 [len(window) * self.geometry.frame_tokens for window in windows], dtype=torch.int32, device=self._device
             ),
             stored=torch.tensor(stored, dtype=torch.int64, device=self._device),
-            extent=tuple(torch.tensor([len(window), _first_of_run(window)]) for window in windows),
+            runs=tuple(torch.tensor([len(window), _first_of_run(window)]) for window in windows),
         )
 
 

@@ -19,7 +19,7 @@ class NotEnoughMemory(RuntimeError):
 class KVBudget:
     """What the K/V memory is divided into.
 
-    blocks: size of the pool. cross_bytes: for cross-attention halves, the permanent ones included, and for what else
+    blocks: size of the pool. cross_bytes: for cross-attention K/V, the permanent ones included, and for what else
     windows are started with. sessions: how many hold their full window at once, each with a prompt of its own.
     """
 

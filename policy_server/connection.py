@@ -8,14 +8,13 @@ import traceback
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
 from engine.fair_queue import Peer
-from engine.robot.embodiment import Observation
-from engine.worker import EngineBusy, EngineStopped, TimedChunk
+from engine.worker import EngineBusy, EngineStopped
 from policy_server.http import Wishes
 from policy_server.link import RobotLink
 from policy_server.logs import LogBudget, log_event
@@ -31,7 +30,10 @@ from protocol.messages import (
     read_request,
     without_numbers,
 )
-from protocol.observation_spec import ObservationSpec
+from protocol.robot import ObservationSpec
+
+if TYPE_CHECKING:  # which needs torch
+    from engine.policy import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +56,13 @@ class _NotLoaded(Exception):
 
 
 @dataclass(frozen=True)
-class Host:
+class ServerContext:
     """What a conversation uses of its server.
 
     loaded: done when calls are served, or with the reason why none will be.
     limits: on what a message may hold. spec: what an observation holds. handshake: what robots are told first.
     ping_interval, ping_timeout: see RobotLink.watch. debug: whether robots are sent tracebacks.
-    cut_short: done when the server stops and no longer waits for calls.
+    drain_expired: done when the server stops and no longer waits for calls.
     """
 
     sessions: Sessions
@@ -72,7 +74,7 @@ class Host:
     ping_interval: float
     ping_timeout: float
     debug: bool
-    cut_short: asyncio.Future[None]
+    drain_expired: asyncio.Future[None]
 
 
 class Conversation:
@@ -85,11 +87,11 @@ class Conversation:
     asked for when it connected.
     """
 
-    def __init__(self, link: RobotLink, name: str, peer: Peer, host: Host, wishes: Wishes) -> None:
+    def __init__(self, link: RobotLink, name: str, peer: Peer, context: ServerContext, wishes: Wishes) -> None:
         self._link = link
         self._name = name
         self._peer = peer
-        self._host = host
+        self._context = context
         self._wishes = wishes
         self._closed = asyncio.ensure_future(link.wait_closed())
         self._previous_total_ms: float | None = None
@@ -102,11 +104,11 @@ class Conversation:
 
     async def run(self) -> None:
         """Hold the conversation until it ends, then let go of the sessions."""
-        self._host.sessions.open(self._name, self._link)
-        watch = asyncio.ensure_future(self._link.watch(self._host.ping_interval, self._host.ping_timeout))
+        self._context.sessions.open(self._name, self._link)
+        watch = asyncio.ensure_future(self._link.watch(self._context.ping_interval, self._context.ping_timeout))
         try:
             await self._until_loaded(self._wishes.greeting_within)
-            await self._send(encode(self._host.handshake, Dialect.OPENPI))
+            await self._send(encode(self._context.handshake, Dialect.OPENPI))
             while not self._closed.done():
                 frame = await self._link.recv()
                 await self._until_loaded()
@@ -125,15 +127,15 @@ class Conversation:
         finally:
             self.idle.set()
             watch.cancel()
-            self._host.sessions.leave(self._name)
+            self._context.sessions.leave(self._name)
 
     async def _until_loaded(self, within: float | None = None) -> None:
         """Return when calls are served, or after so many seconds. Raises _NotLoaded, EngineStopped and _RobotGone."""
-        if self._host.loaded.done() and self._host.loaded.exception() is None:
+        if self._context.loaded.done() and self._context.loaded.exception() is None:
             return
         try:
             async with asyncio.timeout(within):
-                await self._result(self._host.loaded)
+                await self._result(self._context.loaded)
         except TimeoutError:
             pass
         except (EngineStopped, _RobotGone):
@@ -147,7 +149,7 @@ class Conversation:
             reply: str | bytes = await self._reply(frame)
             outcome = "ok"
         except (_RobotGone, Gone):
-            self._host.metrics.request(self._kind, "abandoned")
+            self._context.metrics.request(self._kind, "abandoned")
             raise
         except (CodecError, RequestError) as error:
             reply, outcome = str(error), "bad_request"
@@ -159,7 +161,7 @@ class Conversation:
             reply, outcome = f"not served: {error}", "stopped"
         except Exception as error:
             reply, outcome = self._internal_error(error), "error"
-        self._host.metrics.request(self._kind, outcome)
+        self._context.metrics.request(self._kind, outcome)
         if outcome == "ok":
             self._fruitless = int(self._kind == "reset")
         else:
@@ -191,29 +193,28 @@ class Conversation:
         return self._refusals.left_out
 
     async def _reply(self, frame: str | bytes) -> str | bytes:
-        self._host.metrics.received(len(frame))
+        self._context.metrics.received(len(frame))
         if isinstance(frame, str):
             raise RequestError("message", "a binary frame with one msgpack map", "a text frame")
         if len(frame) > _LARGEST_DECODED_ON_EVENT_LOOP:
-            request = await asyncio.to_thread(read_request, frame, self._host.spec, self._host.limits)
+            request = await asyncio.to_thread(read_request, frame, self._context.spec, self._context.limits)
         else:
-            request = read_request(frame, self._host.spec, self._host.limits)
+            request = read_request(frame, self._context.spec, self._context.limits)
         if isinstance(request, ResetRequest):
             self._kind = "reset"
-            await self._host.sessions.reset(self._name, request.session_ids)
+            await self._context.sessions.reset(self._name, request.session_ids)
             return RESET_REPLY
         return await self._infer(request)
 
     async def _infer(self, request: InferRequest) -> bytes:
         self._kind = "infer"
-        session = await self._host.sessions.claim(self._name, request.session_id)
-        observation = Observation(request.views, request.state, request.prompt, request.enlarge_to)
-        timed = await self._result(self._host.sessions.infer(session, observation, self._peer))
-        self._host.metrics.call(timed)
-        warnings = [*request.warnings, *timed.chunk.warnings]
-        about = {"server_timing": self._timing(timed), "episode": self._episode(session, timed), "warnings": warnings}
+        session = await self._context.sessions.claim(self._name, request.session_id)
+        chunk = await self._result(self._context.sessions.infer(session, request.observation, self._peer))
+        self._context.metrics.call(chunk.seconds)
+        warnings = [*request.warnings, *chunk.warnings]
+        about = {"server_timing": self._timing(chunk), "episode": self._episode(session, chunk), "warnings": warnings}
         self._log_warnings(warnings)
-        return infer_reply(request, timed.chunk.actions, about, as_array=self._wishes.bare_array)
+        return infer_reply(request, chunk.actions, about, as_array=self._wishes.bare_array)
 
     async def _result(self, job: Future[Result]) -> Result:
         """The job's result; if the robot leaves first, the job is cancelled, which costs nothing if it still waits.
@@ -221,7 +222,7 @@ class Conversation:
         Raises what the job raised, _RobotGone, or EngineStopped when the server does not wait any longer.
         """
         result = asyncio.wrap_future(job)
-        await asyncio.wait((result, self._closed, self._host.cut_short), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((result, self._closed, self._context.drain_expired), return_when=asyncio.FIRST_COMPLETED)
         if result.done():
             return result.result()
         result.cancel()
@@ -231,28 +232,27 @@ class Conversation:
 
     async def _send(self, reply: str | bytes) -> None:
         await self._link.send(reply)
-        self._host.metrics.sent(len(reply))
+        self._context.metrics.sent(len(reply))
 
-    def _timing(self, timed: TimedChunk) -> dict[str, float]:
+    def _timing(self, chunk: "Chunk") -> dict[str, float]:
         """Milliseconds by name. Clients average over replies, so each has the same names, but for the first."""
-        timing = {"infer_ms": 1e3 * timed.infer_seconds, "wait_ms": 1e3 * timed.wait_seconds}
-        timing |= {f"{phase}_ms": 1e3 * seconds for phase, seconds in timed.chunk.seconds.items()}
+        timing = {f"{phase}_ms": 1e3 * seconds for phase, seconds in chunk.seconds.items()}
         if self._previous_total_ms is not None:
             timing["prev_total_ms"] = self._previous_total_ms
         log_event(log, logging.DEBUG, "call", connection=self._name, **timing)
         return timing
 
-    def _episode(self, session: Session, timed: TimedChunk) -> dict[str, object]:
+    def _episode(self, session: Session, chunk: "Chunk") -> dict[str, object]:
         """Where the episode stands after a call.
 
         call: its number in the episode. window: "continued", or why the call began a window: see engine.session.Window,
         and "reset" for the first call after one. resumed: whether the robot has just come back on another connection.
         """
-        window = str(timed.chunk.window)
+        window = str(chunk.window)
         if window == "new" and session.after_reset:
             window = "reset"
-        resumed = self._host.sessions.resumed(self._name, session)
-        return {"call": timed.chunk.call, "window": window, "resumed": resumed}
+        resumed = self._context.sessions.resumed(self._name, session)
+        return {"call": chunk.call, "window": window, "resumed": resumed}
 
     def _internal_error(self, error: Exception) -> str:
         """The robot learns the id under which the log has the traceback; with debug, the traceback too."""
@@ -260,7 +260,7 @@ class Conversation:
         fields = {"connection": self._name, "id": error_id}
         log.error("internal error", exc_info=error, extra={"fields": fields})
         text = f"internal error, id {error_id}"
-        if self._host.debug:
+        if self._context.debug:
             text += "\n" + "".join(traceback.format_exception(error))
         traceback.clear_frames(error.__traceback__)  # they and the error hold each other, and the images with them
         return text

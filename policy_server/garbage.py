@@ -5,7 +5,7 @@ import gc
 _FULL_EVERY = 1
 
 
-def keep_what_is_loaded() -> None:
+def freeze_gc() -> None:
     """Have the collector leave alone what is loaded by now: some 400,000 objects, of libraries for the most part.
 
     Left to itself it looks at all of them in a full collection, which stops every thread for long, and so it waits
@@ -19,6 +19,6 @@ def keep_what_is_loaded() -> None:
     gc.set_threshold(young, middle, _FULL_EVERY)
 
 
-def let_go_of_what_is_loaded() -> None:
+def unfreeze_gc() -> None:
     """Have the collector see everything again: at the interpreter's end libraries report as leaked what it does not."""
     gc.unfreeze()

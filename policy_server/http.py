@@ -38,7 +38,7 @@ class Wishes:
     greeting_within: float
 
 
-class Door:
+class HttpHandler:
     """Decides about each request that reaches the port.
 
     api_key: what a client must send, or None. not_ready: None when calls are served, else why not.

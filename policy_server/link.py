@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed
 
 from policy_server.http_connection import HttpConnection
 from policy_server.logs import log_event
-from policy_server.waiting_room import WaitingRoom
+from policy_server.pending_connections import PendingConnections
 
 log = logging.getLogger(__name__)
 
@@ -29,23 +29,23 @@ _TCP_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TC
 
 
 class RobotLink(HttpConnection):
-    """A connection that begins in a waiting room, hears any byte as a sign of life, and is aborted when it is dead.
+    """A connection that is pending at first, hears any byte as a sign of life, and is aborted when it is dead.
 
     write_timeout: seconds that what was written to it may stay unread. That covers what the library writes by itself,
     too: answers to pings pile up without a limit otherwise, and closing handshakes wait for ever behind a full buffer.
     """
 
-    def __init__(self, *arguments: Any, write_timeout: float, waiting_room: WaitingRoom, **options: Any) -> None:
+    def __init__(self, *arguments: Any, write_timeout: float, pending: PendingConnections, **options: Any) -> None:
         """Made by asyncio when it has accepted a connection, in a task that lasts until the TLS handshake's end."""
         super().__init__(*arguments, **options)
         self._write_timeout = write_timeout
-        self._waiting_room = waiting_room
+        self._pending = pending
         self._accepting = asyncio.current_task()
         self._is_made = False
         self._cut_off: asyncio.TimerHandle | None = None
         self._heard = asyncio.Event()
         self._heard_at = self.loop.time()
-        waiting_room.enter(self)
+        pending.enter(self)
         if self._accepting is not None:
             self._accepting.add_done_callback(self._accepted)
 
@@ -79,7 +79,7 @@ class RobotLink(HttpConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, and so is what was unread."""
         super().connection_lost(exc)
-        self._waiting_room.leave(self)
+        self._pending.leave(self)
         self._stop_timer()
         self._let_go()
 
@@ -152,7 +152,7 @@ class RobotLink(HttpConnection):
 
     def _accepted(self, accepting: asyncio.Task[Any]) -> None:
         if not self._is_made:  # the TLS handshake failed
-            self._waiting_room.leave(self)
+            self._pending.leave(self)
 
     def _stop_timer(self) -> None:
         if self._cut_off is not None:

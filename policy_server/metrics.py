@@ -1,12 +1,12 @@
 """What Prometheus reads: counted where it happens, or asked of the engine at each scrape."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.worker import LoopStats, TimedChunk
+from engine.worker import WorkerStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -17,7 +17,7 @@ class Metrics:
     stats: the engine's state. gauges: name to (help, how to read the value) for what the server itself holds.
     """
 
-    def __init__(self, stats: Callable[[], LoopStats], gauges: dict[str, tuple[str, Callable[[], int]]]) -> None:
+    def __init__(self, stats: Callable[[], WorkerStats], gauges: dict[str, tuple[str, Callable[[], int]]]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_AtScrape(stats, gauges))
         self._requests = Counter(
@@ -40,20 +40,21 @@ class Metrics:
             "dreamzero_received_bytes", "Payload of messages from robots.", registry=self._registry
         )
         self._sent = Counter("dreamzero_sent_bytes", "Payload of messages to robots.", registry=self._registry)
-        self._waiting_cut = Counter(
-            "dreamzero_waiting_cut", "Connections cut off for want of waiting room.", registry=self._registry
+        self._pending_cut = Counter(
+            "dreamzero_pending_cut", "Pending connections cut off, there being too many.", registry=self._registry
         )
 
     def request(self, kind: str, outcome: str) -> None:
         """Count one answered (or abandoned) request. kind: "infer", "reset", or "unknown" for an unreadable one."""
         self._requests.labels(kind, outcome).inc()
 
-    def call(self, timed: TimedChunk) -> None:
-        """Note how long a call waited and ran."""
-        self._wait.observe(timed.wait_seconds)
-        self._inference.labels("total").observe(timed.infer_seconds)
-        for phase, seconds in timed.chunk.seconds.items():
-            self._inference.labels(phase).observe(seconds)
+    def call(self, seconds: Mapping[str, float]) -> None:
+        """Note how long a call waited and ran, see EngineWorker.infer."""
+        for phase, spent in seconds.items():
+            if phase == "wait":
+                self._wait.observe(spent)
+            else:
+                self._inference.labels("total" if phase == "infer" else phase).observe(spent)
 
     def received(self, payload: int) -> None:
         """Count a message's bytes."""
@@ -63,9 +64,9 @@ class Metrics:
         """Count a message's bytes."""
         self._sent.inc(payload)
 
-    def waiting_cut(self) -> None:
+    def pending_cut(self) -> None:
         """Count a connection that was cut off before it asked for anything."""
-        self._waiting_cut.inc()
+        self._pending_cut.inc()
 
     def exposition(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -73,7 +74,7 @@ class Metrics:
 
 
 class _AtScrape(Collector):
-    def __init__(self, stats: Callable[[], LoopStats], gauges: dict[str, tuple[str, Callable[[], int]]]) -> None:
+    def __init__(self, stats: Callable[[], WorkerStats], gauges: dict[str, tuple[str, Callable[[], int]]]) -> None:
         self._stats = stats
         self._gauges = gauges
 

@@ -12,7 +12,7 @@ from engine.device_faults import DeviceUnavailable
 from engine.settings import EngineSettings
 from engine.worker import LoadPolicy
 from policy_server.descriptors import AcceptErrors
-from policy_server.garbage import keep_what_is_loaded, let_go_of_what_is_loaded
+from policy_server.garbage import freeze_gc, unfreeze_gc
 from policy_server.logs import configure_logging, log_event
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError, parse_settings
@@ -54,7 +54,7 @@ async def run(settings: ServerSettings, load_policy: LoadPolicy) -> int:
     ready, ended = asyncio.ensure_future(server.ready()), asyncio.ensure_future(server.engine_ended())
     await asyncio.wait((told_to_stop, ended, ready), return_when=asyncio.FIRST_COMPLETED)
     if ready.done() and ready.exception() is None:
-        keep_what_is_loaded()
+        freeze_gc()
         is_trained = bool(ready.result()["trained"])
         log_event(log, logging.INFO, _ready_line(settings.engine.checkpoint, is_trained), url=server.url)
         await asyncio.wait((told_to_stop, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +76,7 @@ async def run(settings: ServerSettings, load_policy: LoadPolicy) -> int:
         code = EXIT_FAILED
         fields = {"reason": f"{type(died_of).__name__}: {died_of}"}
         log.error("the engine died", exc_info=died_of, extra={"fields": fields})
-    let_go_of_what_is_loaded()
+    unfreeze_gc()
     if not server.engine.join(0):
         _exit_now(code)  # the thread is in a load or an abandoned call, which nothing can interrupt
     return code

@@ -21,18 +21,17 @@ from engine.fair_queue import Peer
 from engine.robot.embodiment import EmbodimentError
 from engine.robot.embodiment_file import read_embodiment
 from engine.video.recorder import Recorder
-from engine.worker import EngineLoop, LoadPolicy
-from policy_server.connection import Conversation, Host, close_reason
+from engine.worker import EngineWorker, LoadPolicy
+from policy_server.connection import Conversation, ServerContext, close_reason
 from policy_server.descriptors import TooFewDescriptors, raise_limit
-from policy_server.http import Door, asking_host, told_by_proxy, wishes
+from policy_server.http import HttpHandler, asking_host, told_by_proxy, wishes
 from policy_server.link import RobotLink
 from policy_server.logs import LogBudget, log_event
 from policy_server.metrics import Metrics
-from policy_server.observations import handshake, observation_spec
 from policy_server.origin import admits
+from policy_server.pending_connections import PendingConnections
 from policy_server.sessions import Sessions, episode_name
 from policy_server.settings import ServerSettings, SettingsError
-from policy_server.waiting_room import WaitingRoom
 from protocol.codec import Limits
 
 log = logging.getLogger(__name__)
@@ -42,13 +41,13 @@ _THREAD_END_SECONDS = 1.0
 # Reading from a robot stops when it has sent more messages than this ahead of the one in work. A robot waits for each
 # answer; memory belongs to those who do.
 _MESSAGES_AHEAD = 1
-_LEAST_WAITING_ROOM = 32
+_LEAST_PENDING = 32
 
 
 class PolicyServer:
     """A server around one policy. `async with` listens at once and loads meanwhile; leaving it drains.
 
-    load: makes the policy, see EngineLoop. Everything is as `settings` say.
+    load: makes the policy, see EngineWorker. Everything is as `settings` say.
     """
 
     def __init__(self, settings: ServerSettings, load: LoadPolicy) -> None:
@@ -56,7 +55,7 @@ class PolicyServer:
         self._recorder: Recorder | None = None
         if settings.engine.save_video is not None:
             self._recorder = Recorder(Path(settings.engine.save_video), episode_name)
-        self.engine = EngineLoop(load, max_queue=settings.max_queue, recorder=self._recorder)
+        self.engine = EngineWorker(load, max_queue=settings.max_queue, recorder=self._recorder)
         # Whoever connects, names sessions and leaves, over and over, does not fill the disk.
         self._comings_and_goings = LogBudget(at_once=1000, seconds=0.1)
         self.sessions = Sessions(self.engine, settings.session_ttl, settings.max_sessions, self._comings_and_goings)
@@ -71,9 +70,9 @@ class PolicyServer:
             },
         )
         # Room for all robots to come back at once, and for probes beside few robots.
-        self._most_waiting = max(_LEAST_WAITING_ROOM, settings.max_connections)
-        self._waiting_room = WaitingRoom(self._most_waiting, self._metrics.waiting_cut)
-        self._door = Door(
+        self._most_pending = max(_LEAST_PENDING, settings.max_connections)
+        self._pending = PendingConnections(self._most_pending, self._metrics.pending_cut)
+        self._http_handler = HttpHandler(
             api_key=settings.api_key,
             admits_origin=partial(admits, allowed=settings.origins, is_loopback=settings.is_loopback),
             not_ready=lambda: self.engine.not_ready,
@@ -95,7 +94,7 @@ class PolicyServer:
         settings = self.settings
         _keep_freed_memory()
         try:
-            raise_limit(settings.max_connections + self._most_waiting)
+            raise_limit(settings.max_connections + self._most_pending)
         except TooFewDescriptors as error:
             raise SettingsError(f"max-connections: {error}") from error
         try:
@@ -109,17 +108,17 @@ class PolicyServer:
                 raise SettingsError(f"save-video: cannot make {self._recorder.directory}: {error.strerror}") from error
         max_message_bytes = settings.max_message_mib * 2**20
         tls = _tls(settings)
-        self._host = Host(
+        self._context = ServerContext(
             sessions=self.sessions,
             metrics=self._metrics,
             loaded=self.engine.loaded,
             limits=Limits(max_array_bytes=max_message_bytes),
-            spec=observation_spec(embodiment),
-            handshake=handshake(embodiment),
+            spec=embodiment.observation_spec,
+            handshake=embodiment.handshake,
             ping_interval=settings.ping_interval,
             ping_timeout=settings.ping_timeout,
             debug=settings.debug,
-            cut_short=asyncio.get_running_loop().create_future(),
+            drain_expired=asyncio.get_running_loop().create_future(),
         )
         try:
             self._listener: Server = await serve(
@@ -128,7 +127,7 @@ class PolicyServer:
                 process_request=self._process_request,
                 create_connection=cast(
                     type[ServerConnection],
-                    partial(RobotLink, write_timeout=settings.write_timeout, waiting_room=self._waiting_room),
+                    partial(RobotLink, write_timeout=settings.write_timeout, pending=self._pending),
                 ),
                 compression=None,
                 ssl=tls,
@@ -190,7 +189,7 @@ class PolicyServer:
         if not drained:
             log_event(log, logging.WARNING, "calls not done in time", drain_timeout=self.settings.drain_timeout)
             self.engine.stop(drain=False)
-            self._host.cut_short.set_result(None)
+            self._context.drain_expired.set_result(None)
             await self._all_idle(_CLOSE_TIMEOUT_SECONDS)
         code = CloseCode.GOING_AWAY if self.engine_error is None else CloseCode.INTERNAL_ERROR
         await self._close_all(code, close_reason(self.engine_error) if self.engine_error is not None else "")
@@ -224,7 +223,7 @@ class PolicyServer:
             websocket.transport.abort()  # does nothing where the closing handshake has been done
 
     def _process_request(self, connection: ServerConnection, request: Request) -> Response | None:
-        return self._door.answer(request)
+        return self._http_handler.answer(request)
 
     def _refuses(self) -> str | None:
         if self.engine.loaded.done() and self.engine.loaded.exception() is not None:
@@ -240,12 +239,12 @@ class PolicyServer:
             "status": self.engine.not_ready or "ready",
             "settings": dataclasses.asdict(self.settings.engine),
             "policy": loaded.result() if loaded.done() and loaded.exception() is None else None,
-            "handshake": self._host.handshake,
+            "handshake": self._context.handshake,
         }
 
     async def _converse(self, websocket: ServerConnection) -> None:
         link = cast(RobotLink, websocket)
-        self._waiting_room.leave(link)
+        self._pending.leave(link)
         name = next(self._names)
         peer = websocket.remote_address
         fields = {"peer": f"{peer[0]}:{peer[1]}" if peer else ""} | told_by_proxy(websocket.request)
@@ -254,16 +253,16 @@ class PolicyServer:
         if self.settings.reply == "array":
             wished = dataclasses.replace(wished, bare_array=True)
         asker = Peer(asking_host(websocket))
-        conversation = self._conversations[name] = Conversation(link, name, asker, self._host, wished)
+        conversation = self._conversations[name] = Conversation(link, name, asker, self._context, wished)
         try:
             await conversation.run()
             await websocket.close()
         finally:
             del self._conversations[name]
-            told: dict[str, object] = {"code": websocket.close_code, "reason": websocket.close_reason}
+            ended: dict[str, object] = {"code": websocket.close_code, "reason": websocket.close_reason}
             if conversation.refusals_left_out:
-                told["refusals_left_out"] = conversation.refusals_left_out
-            self._comings_and_goings.log(log, "connection close", connection=name, **told)
+                ended["refusals_left_out"] = conversation.refusals_left_out
+            self._comings_and_goings.log(log, "connection close", connection=name, **ended)
 
 
 def _where(settings: ServerSettings) -> dict[str, Any]:

@@ -8,12 +8,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.fair_queue import Peer
-from engine.robot.embodiment import Observation
-from engine.worker import EngineLoop, EngineStopped, TimedChunk
+from engine.worker import EngineStopped, EngineWorker
 from policy_server.logs import LogBudget, log_event
+from protocol.robot import Observation
+
+if TYPE_CHECKING:  # which needs torch
+    from engine.policy import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +91,7 @@ class Sessions:
     has waited the longest ends. lines: has room for the log lines of sessions that begin and end.
     """
 
-    def __init__(self, engine: EngineLoop, ttl: float, most: int, lines: LogBudget) -> None:
+    def __init__(self, engine: EngineWorker, ttl: float, most: int, lines: LogBudget) -> None:
         self._engine = engine
         self._ttl = ttl
         self._most = most
@@ -125,7 +128,7 @@ class Sessions:
         claimant.last = session
         return session
 
-    def infer(self, session: Session, observation: Observation, peer: Peer) -> Future[TimedChunk]:
+    def infer(self, session: Session, observation: Observation, peer: Peer) -> "Future[Chunk]":
         """Queue a call for a claimed session. Raises EngineBusy or EngineStopped."""
         future = self._engine.infer(session.key, observation, peer)
         session.in_engine = True

@@ -10,8 +10,8 @@ import numpy as np
 
 from protocol.codec import Dialect, Limits, decode, encode
 from protocol.errors import RequestError, described
-from protocol.observation import pictures, state_vectors
-from protocol.observation_spec import ObservationSpec
+from protocol.observation import read_observation
+from protocol.robot import Observation, ObservationSpec
 
 __all__ = [
     "RESET_REPLY",
@@ -37,19 +37,13 @@ _NUMBER = re.compile(r"(?<!_)-?\d[\d.e+-]*")  # but for the number in a key
 class InferRequest:
     """A valid observation, to be answered with actions (see infer_reply).
 
-    views: camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no
-        entry.
-    state: state vector name to (size,) float64, finite.
-    prompt: the task, may be empty. session_id: the episode's name, None where the client gave none.
-    enlarge_to, warnings: see protocol.observation.Pictures.
+    session_id: the episode's name, None where the client gave none. dialect: how the client writes arrays.
+    warnings: what is wrong with the observation although it is used, a sentence each.
     """
 
-    views: dict[str, np.ndarray]
-    state: dict[str, np.ndarray]
-    prompt: str
+    observation: Observation
     session_id: str | None
     dialect: Dialect
-    enlarge_to: tuple[int, int] | None
     warnings: tuple[str, ...]
 
 
@@ -85,16 +79,8 @@ def parse_request(value: object, dialect: Dialect, spec: ObservationSpec) -> Inf
         raise RequestError("endpoint", "'infer' or 'reset'", described(endpoint))
     if endpoint == "reset":
         return ResetRequest(_named_by_reset(value))
-    seen = pictures(value, spec)
-    return InferRequest(
-        views=seen.views,
-        state=state_vectors(value, spec),
-        prompt=_prompt(value),
-        session_id=_session_id(value),
-        dialect=dialect,
-        enlarge_to=seen.enlarge_to,
-        warnings=seen.warnings,
-    )
+    observation, warnings = read_observation(value, spec)
+    return InferRequest(observation, _session_id(value), dialect, warnings)
 
 
 def infer_reply(
@@ -108,15 +94,6 @@ def infer_reply(
     if as_array:
         return encode(actions, request.dialect)
     return encode({"actions": actions, **about}, request.dialect)
-
-
-def _prompt(value: Mapping[str, object]) -> str:
-    prompt = value.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    if not isinstance(prompt, str):
-        raise RequestError("prompt", "text", described(prompt) if "prompt" in value else "nothing")
-    return prompt
 
 
 def _session_id(value: Mapping[str, object]) -> str | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
 from protocol.errors import RequestError, described
-from protocol.observation_spec import ObservationSpec
+from protocol.robot import Observation, ObservationSpec
 
 SMALLEST_SIDE = 8
 LARGEST_SIDE = 4096
@@ -26,24 +25,30 @@ _EXPECTED_IMAGE = (
 )
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """What the cameras saw.
+def read_observation(request: Mapping[str, object], spec: ObservationSpec) -> tuple[Observation, tuple[str, ...]]:
+    """The observation that a request holds, and what is wrong with it although it is used, a sentence each.
 
-    views: camera name to frames (T,H,W,3) uint8 RGB, T the same for all; a camera that may be missing and is has no
-        entry.
-    enlarge_to: height and width that smaller frames should be brought to, because bars were cut off; else None.
-    warnings: what is wrong with the pictures although they are used, a sentence each.
+    The black bars that openpi's `resize_with_pad` adds are cut off. State vectors are float64; clients may send a bare
+    number for a size of 1. Raises RequestError, which names the key at fault and what was expected there.
     """
-
-    views: dict[str, np.ndarray]
-    enlarge_to: tuple[int, int] | None
-    warnings: tuple[str, ...]
+    views, enlarge_to, warnings = _views(request, spec)
+    return Observation(views, _state(request, spec), _prompt(request), enlarge_to), warnings
 
 
-def pictures(observation: Mapping[str, object], spec: ObservationSpec) -> Pictures:
-    """An observation's pictures, without the black bars that openpi's `resize_with_pad` adds. Raises RequestError."""
-    keys = _camera_keys(observation, spec)
+def _prompt(request: Mapping[str, object]) -> str:
+    prompt = request.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise RequestError("prompt", "text", described(prompt) if "prompt" in request else "nothing")
+    return prompt
+
+
+def _views(
+    observation: Mapping[str, object], spec: ObservationSpec
+) -> tuple[dict[str, np.ndarray], tuple[int, int] | None, tuple[str, ...]]:
+    """Frames by view, what they are to be enlarged to, and warnings."""
+    keys = _view_keys(observation, spec)
     views: dict[str, np.ndarray] = {}
     for name, key in keys.items():
         if key not in observation:
@@ -62,14 +67,10 @@ def pictures(observation: Mapping[str, object], spec: ObservationSpec) -> Pictur
         if views[name].shape[1:3] != spec.resolution
     ]
     enlarge = top > 0 and _same_aspect(cut[first], spec.resolution)
-    return Pictures(cut, spec.resolution if enlarge else None, tuple(warnings))
+    return cut, spec.resolution if enlarge else None, tuple(warnings)
 
 
-def state_vectors(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, np.ndarray]:
-    """State vector name to (size,) float64, finite; clients may send a bare number for a size of 1.
-
-    Raises RequestError.
-    """
+def _state(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, np.ndarray]:
     vectors = {}
     for vector in spec.state:
         key, size = vector.key, vector.size
@@ -79,33 +80,33 @@ def state_vectors(observation: Mapping[str, object], spec: ObservationSpec) -> d
     return vectors
 
 
-def _camera_keys(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, str]:
-    """Camera name to the key it came under, the first of its keys that was sent and carries no other camera.
+def _view_keys(observation: Mapping[str, object], spec: ObservationSpec) -> dict[str, str]:
+    """View to the key it came under, the first of its keys that was sent and carries no other view.
 
-    A camera that is needed and was not sent has the key that it should have come under.
+    One that is needed and was not sent has the key that it should have come under.
     """
     keys: dict[str, str] = {}
     numbering: tuple[int, str] | None = None
     taken: set[str] = set()
-    for camera in spec.cameras:
-        for index, key in enumerate(camera.keys):  # noqa: B007 (used below)
+    for view in spec.views:
+        for index, key in enumerate(view.keys):  # noqa: B007 (used below)
             if key in observation and key not in taken:
                 break
         else:
-            if camera.required:
-                keys[camera.name] = camera.keys[numbering[0] if numbering and len(camera.keys) > 1 else 0]
+            if view.required:
+                keys[view.name] = view.keys[numbering[0] if numbering and len(view.keys) > 1 else 0]
             continue
-        keys[camera.name] = key
+        keys[view.name] = key
         taken.add(key)
-        if len(camera.keys) > 1:
+        if len(view.keys) > 1:
             numbering = numbering or (index, key)
             if index != numbering[0]:
                 numbers = " and ".join(map(_number, (numbering[1], key)))
-                expected = f"{camera.keys[numbering[0]]} beside {numbering[1]}"
+                expected = f"{view.keys[numbering[0]]} beside {numbering[1]}"
                 raise RequestError(key, expected, f"cameras {numbers}, which no numbering has")
     for group, members in spec.groups.items():
         if keys.keys().isdisjoint(members):
-            this, *others = dict.fromkeys(key for camera in members.values() for key in camera.keys)
+            this, *others = dict.fromkeys(key for view in members.values() for key in view.keys)
             raise RequestError(this, f"at least one {group} (this, or {' or '.join(others)})", "nothing")
     return keys
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.checkpoint.synthetic import BUILTIN_STATISTICS, synthesize
-from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
 from engine.startup import load_policy
+from protocol.robot import Observation
 
 KEYS = Path(__file__).parent / "data" / "droid_checkpoint_keys.json.gz"
 

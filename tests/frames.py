@@ -155,8 +155,8 @@ def ending(frame: bytes) -> tuple[str, object]:
         end = f"accepted: {type(request).__name__}"
         if isinstance(request, InferRequest):
             decode(infer_reply(request, np.zeros((24, 8), np.float32), {"infer_ms": 1.0}))
-            assert all(frames.dtype == np.uint8 and frames.ndim == 4 for frames in request.views.values())
-            assert np.isfinite(request.state["joint_position"]).all()
+            assert all(frames.dtype == np.uint8 and frames.ndim == 4 for frames in request.observation.views.values())
+            assert np.isfinite(request.observation.state["joint_position"]).all()
     try:
         value, dialect = decode(frame)
     except CodecError:

@@ -236,7 +236,7 @@ def check_rollout(golden: Golden, engine: Engine) -> Report:
         if index == 0 or call["new_session"]:
             engine.cache.forget(0)
             session, raw = Session(engine.cache.session(0)), Session(engine.cache.session("raw"))
-        seen = torch.stack(raw.see(engine.transforms.stitch(golden.views(call))))
+        seen = torch.stack(raw.push_frames(engine.transforms.stitch(golden.views(call))))
         report.compare("images", seen, golden.tensor(f"{index:02}.images"))
         run_call(engine, golden, session, index, report)
     return report

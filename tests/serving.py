@@ -16,13 +16,13 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from engine import watchdog
 from engine.policy import Chunk, Policy, PolicyStats
-from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
 from engine.startup import load_policy
 from policy_server.logs import configure_logging
 from policy_server.process import run
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, parse_settings
+from protocol.robot import Observation
 
 SECONDS = 30  # a bound for what takes a second or two on a machine that is not busy
 

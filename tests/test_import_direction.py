@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "protocol": set(),
     "clients": {"protocol"},
     "policy_server": {"protocol", "engine"},
-    "engine": {"kv_cache"},
+    "engine": {"kv_cache", "protocol"},
     "kv_cache": set(),
 }
 NO_MODEL = {"torch", "transformers", "diffusers", "safetensors", "flash_attn", "flash_attn_interface"}

@@ -12,8 +12,8 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from protocol.codec import Dialect, decode, encode
-from protocol.handshake import HANDSHAKE
 from protocol.messages import RESET_REPLY, RequestError, ResetRequest, infer_reply, parse_request
+from protocol.robot import HANDSHAKE
 from tests.droid import DROID
 
 DISCONNECT = object()  # what `answer` returns to have the connection cut instead of a reply

@@ -40,7 +40,7 @@ class Register:
 
 @dataclass(frozen=True)
 class CrossContext:
-    """Cross-attention K/V, per layer: the text halves of B branches, and the image half that they share.
+    """Cross-attention K/V, per layer: the text K/V of B branches, and the image K/V that they share.
 
     texts: each of one branch, (1, tokens, heads, head_dim), or of several in a row; together of all, in their order.
     """
@@ -49,7 +49,7 @@ class CrossContext:
     image: LayerKV
 
     def joined(self) -> "CrossContext":
-        """A copy whose text halves are one, so that they are attended at once."""
+        """A copy whose text K/V are one, so that they are attended at once."""
         text = tuple(
             (torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts]))
             for parts in zip(*self.texts, strict=True)
@@ -57,7 +57,7 @@ class CrossContext:
         return CrossContext((text,), tuple((k.clone(), v.clone()) for k, v in self.image))
 
     def apart(self) -> "CrossContext":
-        """The same tensors with a text half for each branch."""
+        """The same tensors with text K/V for each branch."""
         texts = (
             tuple((k[row : row + 1], v[row : row + 1]) for k, v in text)
             for text in self.texts
@@ -79,7 +79,7 @@ class ForwardContext:
 
     @property
     def branches(self) -> int:
-        """B; not the number of text halves, of which one may be several branches'."""
+        """B; not the number of text K/V, of which one may be several branches'."""
         return len(self.plan.table)
 
     def layer(self, index: int, kv: PagedKV) -> "LayerContext":

@@ -1,11 +1,11 @@
-"""What one kind of robot sends and gets, as data; and one observation of such a robot. No torch here."""
+"""What one kind of robot sends and gets, as data. No torch here."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import cast
 
 from engine.files.one_line import one_line
+from protocol.robot import HANDSHAKE, ObservationSpec, StateVector, View
 
 EMBODIMENT_HINT = "--embodiment FILE describes the robot that a checkpoint is for"
 
@@ -17,37 +17,6 @@ class EmbodimentError(ValueError):
         super().__init__(one_line(text))
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What a robot saw at one call, by the names that its embodiment gives.
-
-    views: view to frames (T, H, W, 3) uint8 RGB, T the same for all; a missing view has no entry and is black for the
-        model.
-    state: state vector to (size,) floats.
-    prompt: the task, as the robot's user wrote it.
-    enlarge_to: height and width that smaller frames are brought to first, where they are not the size of a camera's.
-    """
-
-    views: dict[str, np.ndarray]
-    state: dict[str, np.ndarray]
-    prompt: str
-    enlarge_to: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """A camera view.
-
-    keys: keys of a request that may carry it. Where views have several, the i-th of each belong together.
-    required: whether a request without it is refused. one_of: views of that name may be missing, but not all of them.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    required: bool = True
-    one_of: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A view's place in the picture; every pixel is `width` pixels wide and `height` high."""
@@ -55,16 +24,6 @@ class Cell:
     view: str
     width: int = 1
     height: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateVector:
-    """Numbers that a robot sends under `key`. meaning: what they are, in words ("joint angles")."""
-
-    name: str
-    size: int
-    key: str
-    meaning: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +43,7 @@ class Embodiment:
     crop: share of each view's height and width that is kept, around its middle.
     template: what the text encoder is told, with the lower-cased prompt at each "{p}".
     state, action: in the order in which the model has them.
-    handshake: values that differ from the usual ones in what the server tells robots first.
+    own_handshake: values that differ from the usual ones in what the server tells robots first.
     """
 
     name: str
@@ -95,7 +54,7 @@ class Embodiment:
     default_prompt: str
     state: tuple[StateVector, ...]
     action: tuple[ActionVector, ...]
-    handshake: Mapping[str, object]
+    own_handshake: Mapping[str, object]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -106,6 +65,17 @@ class Embodiment:
     def action_size(self) -> int:
         """Numbers of one action."""
         return sum(vector.size for vector in self.action)
+
+    @property
+    def handshake(self) -> dict[str, object]:
+        """What the server tells such robots first; always the same six keys."""
+        return HANDSHAKE | dict(self.own_handshake)
+
+    @property
+    def observation_spec(self) -> ObservationSpec:
+        """What a request of such a robot must hold."""
+        height, width = cast(list[int], self.handshake["image_resolution"])
+        return ObservationSpec(self.views, self.state, (height, width))
 
     def prompt_text(self, prompt: str) -> str:
         """The robot's prompt in the embodiment's template."""

@@ -5,14 +5,14 @@ from collections import Counter
 from pathlib import Path
 
 from engine.files.yaml_entry import Entry, read_yaml
-from engine.robot.embodiment import ActionVector, Cell, Embodiment, EmbodimentError, StateVector, View
+from engine.robot.embodiment import ActionVector, Cell, Embodiment, EmbodimentError
+from protocol.robot import REQUEST_KEYS, StateVector, View
 
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "embodiments").glob("*.yaml"))}
 """Embodiments that come with the project: name to file."""
 
 _DEFAULT_CROP = 0.95
 _DEFAULT_PROMPT = "Perform the default behavior."
-_RESERVED_KEYS = {"prompt", "session_id", "session_ids", "endpoint"}
 _HANDSHAKE = {"image_resolution", "needs_wrist_camera", "n_external_cameras"}
 
 
@@ -41,7 +41,7 @@ def read_embodiment(name: str) -> Embodiment:
         default_prompt=entries["default_prompt"].text() if "default_prompt" in entries else _DEFAULT_PROMPT,
         state=state,
         action=tuple(_action(name, entry, state) for name, entry in entries["action"].named().items()),
-        handshake=_handshake(entries["handshake"]) if "handshake" in entries else {},
+        own_handshake=_handshake(entries["handshake"]) if "handshake" in entries else {},
     )
 
 
@@ -136,5 +136,5 @@ def _check_keys(whole: Entry, views: tuple[View, ...], state: tuple[StateVector,
     for naming in range(namings):
         keys = [view.keys[naming if len(view.keys) > 1 else 0] for view in views] + [vector.key for vector in state]
         for key, count in Counter(keys).items():
-            if count > 1 or key in _RESERVED_KEYS:
+            if count > 1 or key in REQUEST_KEYS:
                 raise EmbodimentError(f"{whole.file}: the request's key {key!r} would mean two things; expected one")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.robot.embodiment import EMBODIMENT_HINT, ActionVector, StateVector
+from engine.robot.embodiment import EMBODIMENT_HINT, ActionVector
+from protocol.robot import StateVector
 
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -18,9 +18,9 @@ from engine.model.config import parse_config
 from engine.model.text import encode_text
 from engine.model.weights import build_model, load_model
 from engine.policy import PolicyStats
-from engine.robot.embodiment import Observation
 from engine.settings import EngineSettings
 from engine.startup import load_policy
+from protocol.robot import Observation
 from tests.checkpoints import actions_of, droid_shapes, tiny_checkpoint
 from tests.golden import FILES, TOLERANCE, Golden, build_engine, check_rollout
 from tests.policy_server.test_process import server

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from websockets.frames import Opcode
 
-from clients import ConnectFailed, PolicyClient, PolicyError, ReplyLost, ReplyTimeout, conversation
+from clients import ConnectFailed, PolicyClient, PolicyError, ReplyLost, ReplyTimeout, client_protocol
 from protocol.codec import Dialect, encode
-from protocol.handshake import HANDSHAKE
+from protocol.robot import HANDSHAKE
 from tests.clients.blocking_client import both_clients, observation
 from tests.clients.hostile_server import HostileServer, Talk, frame, silence, upgrade
 from tests.wire_server import WireServer, spec_answer
@@ -47,7 +47,7 @@ def test_a_reply_that_comes_too_late_never_answers_the_next_call(connect: Connec
 
 @both_clients
 def test_a_reply_is_not_waited_for_without_end(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "_REPLY_SECONDS", 0.1)
+    monkeypatch.setattr(client_protocol, "_REPLY_SECONDS", 0.1)
     with WireServer(slow_answer) as server, connect(server.url) as client, pytest.raises(ReplyTimeout, match=r"0\.1 s"):
         client.infer(observation(1, session_id="slow"))
 
@@ -102,7 +102,7 @@ def test_a_reply_over_the_limit_breaks_the_connection_and_says_so(connect: Conne
 
 @both_clients
 def test_a_handshake_over_the_limit_is_refused(connect: Connect) -> None:
-    too_large = bytes(conversation.LARGEST_REPLY + 1)
+    too_large = bytes(client_protocol.LARGEST_REPLY + 1)
     with (
         WireServer(first_frame=too_large) as server,
         pytest.raises(ConnectFailed, match=r"larger than the 16777216 bytes allowed \(max_size\)"),
@@ -236,7 +236,7 @@ def test_pieces_without_end_are_no_reply(connect: Connect) -> None:
 def test_the_handshake_is_waited_for_on_one_connection(
     connect: Connect, connect_timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "_ATTEMPT_SECONDS", 0.5)
+    monkeypatch.setattr(client_protocol, "_ATTEMPT_SECONDS", 0.5)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await upgrade(reader, writer)
@@ -254,8 +254,8 @@ def test_the_handshake_is_waited_for_on_one_connection(
 def test_a_link_that_dies_while_the_server_loads_is_noticed(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(conversation, "_PING_SECONDS", 0.2)
-    monkeypatch.setattr(conversation, "_PONG_SECONDS", 0.2)
+    monkeypatch.setattr(client_protocol, "_PING_SECONDS", 0.2)
+    monkeypatch.setattr(client_protocol, "_PONG_SECONDS", 0.2)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await upgrade(reader, writer)

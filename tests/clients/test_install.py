@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import importlib.metadata, importlib.util, sys
-import protocol.codec, protocol.messages, protocol.handshake, clients
+import protocol.codec, protocol.messages, protocol.robot, clients
 assert callable(clients.PolicyClient) and callable(clients.AsyncPolicyClient)
 heavy = ("torch", "transformers", "diffusers", "av", "matplotlib")
 assert not [name for name in heavy if name in sys.modules or importlib.util.find_spec(name)]

@@ -15,7 +15,7 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from clients import AsyncPolicyClient, ConnectFailed, PolicyClient, PolicyError, ReplyLost
 from protocol.codec import CodecError, Dialect
-from protocol.handshake import HANDSHAKE
+from protocol.robot import HANDSHAKE
 from tests.clients.blocking_client import Blocking, actions, observation
 from tests.wire_server import DISCONNECT, WireServer, spec_answer
 

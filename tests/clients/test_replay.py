@@ -207,7 +207,7 @@ def test_the_synthetic_episode_moves_and_is_always_the_same() -> None:
 def brightness_answer(message: dict[str, Any], dialect: Dialect) -> bytes:
     """Actions that depend on the images alone, so that the same episode gives the same actions."""
     request = parse_request(message, dialect, DROID)
-    level = request.views["wrist"].mean() / 255
+    level = request.observation.views["wrist"].mean() / 255
     return infer_reply(request, np.linspace(0, level, 192, dtype=np.float32).reshape(24, 8), {})
 
 

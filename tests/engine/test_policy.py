@@ -14,12 +14,12 @@ from engine.model.config import parse_config
 from engine.model.text import LONGEST_PROMPT
 from engine.model.weights import build_model, weight_bytes
 from engine.policy import Policy
-from engine.profile_run import trial_calls
-from engine.robot.embodiment import Observation
+from engine.profile_run import profile_calls
 from engine.rollout import Rollout
 from engine.settings import EngineSettings
 from engine.startup import build_cache, load_policy, require_memory
 from kv_cache.sizing import NotEnoughMemory
+from protocol.robot import Observation
 from tests.checkpoints import observation
 from tests.golden import FILES, Golden, build_engine
 
@@ -181,7 +181,7 @@ def test_too_little_memory_on_the_device_is_said_with_the_numbers() -> None:
 def test_trial_calls_see_a_restart_and_a_continued_window() -> None:
     engine = build_engine(Golden(FILES[0]))
     kv = engine.cache.session("trial")
-    trial_calls(engine.rollout, kv, decode=True)
+    profile_calls(engine.rollout, kv, decode=True)
     assert kv.resident_frames == 3
 
 

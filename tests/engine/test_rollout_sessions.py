@@ -86,7 +86,7 @@ def test_interleaved_sessions_get_bit_for_bit_what_they_get_alone(seed: int, eng
 def test_sessions_in_pieces_get_the_same_bits(engine, goldens, alone) -> None:
     """Windows that are not one run are gathered, and nothing else changes."""
     shared = with_room_for(2, engine)
-    # Others hold a block here and there: five sessions with a frame each leave no free aisle.
+    # Others hold a block here and there: five sessions with a frame each leave no free segment.
     for other in range(5):
         kv = shared.cache.session(other)
         with shared.cache.call(kv), shared.cache.lease(kv, 1, commit=True):

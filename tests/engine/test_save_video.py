@@ -15,15 +15,15 @@ from engine.model.config import parse_config
 from engine.model.vae import build_vae, decode_video
 from engine.model.video_encoder import VideoEncoder
 from engine.policy import Chunk
-from engine.robot.embodiment import Observation
 from engine.session import Window
 from engine.settings import EngineSettings
 from engine.startup import load_policy
 from engine.video.recorder import Recorder
 from engine.video.video_file import VideoFile
-from engine.worker import EngineLoop
+from engine.worker import EngineWorker
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError, parse_settings
+from protocol.robot import Observation
 from tests.serving import SECONDS, Robot, observation, until
 
 SIZE = (64, 128)  # of tiny's picture
@@ -189,44 +189,44 @@ class Gate:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., tuple[EngineLoop, Recorder, ScriptedPolicy]]]:
-    loops: list[EngineLoop] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., tuple[EngineWorker, Recorder, ScriptedPolicy]]]:
+    workers: list[EngineWorker] = []
 
     def start_loop(
         before: Callable[[str], None] = lambda event: None, **options: object
-    ) -> tuple[EngineLoop, Recorder, ScriptedPolicy]:
+    ) -> tuple[EngineWorker, Recorder, ScriptedPolicy]:
         policy = ScriptedPolicy(before)
         recorder = Recorder(tmp_path, **options)  # type: ignore[arg-type]
-        loop = EngineLoop(lambda report: policy, max_queue=8, recorder=recorder)  # type: ignore[arg-type, return-value]
-        loops.append(loop)
-        loop.start()
-        loop.loaded.result(SECONDS)
-        return loop, recorder, policy
+        worker = EngineWorker(lambda report: policy, max_queue=8, recorder=recorder)  # type: ignore[arg-type, return-value]
+        workers.append(worker)
+        worker.start()
+        worker.loaded.result(SECONDS)
+        return worker, recorder, policy
 
     yield start_loop
-    for loop in loops:
-        loop.stop(drain=False)
-        assert loop.join(SECONDS)
+    for worker in workers:
+        worker.stop(drain=False)
+        assert worker.join(SECONDS)
 
 
-def call(loop: EngineLoop, session_id: str, times: int = 1) -> None:
+def call(worker: EngineWorker, session_id: str, times: int = 1) -> None:
     for _ in range(times):
-        loop.infer(session_id, Observation({}, {}, "")).result(SECONDS)
+        worker.infer(session_id, Observation({}, {}, "")).result(SECONDS)
 
 
 def test_calls_wait_for_one_piece_at_most(start) -> None:
     """While the engine is in a piece, three calls and an end come. All of them go before the next piece."""
     gate = Gate("piece 1")
-    loop, recorder, policy = start(gate)
-    call(loop, "a", 2)
-    loop.end_session("a").result(SECONDS)
+    worker, recorder, policy = start(gate)
+    call(worker, "a", 2)
+    worker.end_session("a").result(SECONDS)
     assert gate.entered.wait(SECONDS)
-    waiting = [loop.infer(name, Observation({}, {}, "")) for name in "bcd"]
-    ended = loop.end_session("e")
+    waiting = [worker.infer(name, Observation({}, {}, "")) for name in "bcd"]
+    ended = worker.end_session("e")
     gate.opened.set()
     for each in (*waiting, ended):
         each.result(SECONDS)
-    loop.stop(drain=True)
+    worker.stop(drain=True)
     recorder.finished.result(SECONDS)
     assert policy.events[: 5 + 4 + 1] == [
         "infer a", "infer a", "end a", "piece 0", "piece 1",
@@ -237,16 +237,16 @@ def test_calls_wait_for_one_piece_at_most(start) -> None:
 
 
 def test_nothing_is_decoded_while_an_episode_runs(start) -> None:
-    loop, _, policy = start()
-    call(loop, "a", 3)
+    worker, _, policy = start()
+    call(worker, "a", 3)
     assert policy.events == ["infer a"] * 3
 
 
 def test_two_episodes_of_one_name_are_two_files(start, tmp_path: Path) -> None:
-    loop, recorder, _ = start(title=lambda session_id: "same")
+    worker, recorder, _ = start(title=lambda session_id: "same")
     for name in "ab":
-        call(loop, name)
-    loop.stop(drain=True)
+        call(worker, name)
+    worker.stop(drain=True)
     recorder.finished.result(SECONDS)
     videos = sorted(tmp_path.glob("*.mp4"))
     assert len(videos) == len(list(tmp_path.glob("*.npz"))) == 2
@@ -255,16 +255,16 @@ def test_two_episodes_of_one_name_are_two_files(start, tmp_path: Path) -> None:
 
 def test_memory_is_bounded_and_given_back(start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     size = torch.zeros(16, 2, 2, 4).nbytes
-    loop, recorder, _ = start(most_bytes=4 * size)
-    call(loop, "a", 2)  # three latent frames, then two: two and a half sizes
-    call(loop, "b", 3)  # the first fits
+    worker, recorder, _ = start(most_bytes=4 * size)
+    call(worker, "a", 2)  # three latent frames, then two: two and a half sizes
+    call(worker, "b", 3)  # the first fits
     (line,) = [message for message in caplog.messages if "fill their memory" in message]
     assert line == "recordings fill their memory: that of b ends after 1 calls"
     for name in "ab":
-        loop.end_session(name)
+        worker.end_session(name)
     assert wait_for(lambda: recorder.held_bytes == 0)
-    call(loop, "d", 2)
-    loop.stop(drain=True)
+    call(worker, "d", 2)
+    worker.stop(drain=True)
     recorder.finished.result(SECONDS)
     lengths = {video.name[0]: len(frames_of(video)) for video in tmp_path.glob("*.mp4")}
     assert lengths == {"a": 17, "b": 9, "d": 17}
@@ -278,14 +278,14 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 def test_a_disk_that_takes_nothing_costs_the_recording_alone(
     start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, recorder, _ = start()
-    call(loop, "a")
+    worker, recorder, _ = start()
+    call(worker, "a")
     tmp_path.rename(tmp_path.with_name("gone"))
-    loop.end_session("a").result(SECONDS)
+    worker.end_session("a").result(SECONDS)
     assert wait_for(lambda: any("the recording of a is lost: FileNotFoundError" in each for each in caplog.messages))
     tmp_path.mkdir()
-    call(loop, "b")
-    loop.stop(drain=True)
+    call(worker, "b")
+    worker.stop(drain=True)
     recorder.finished.result(SECONDS)
     assert only_video(tmp_path).name.startswith("b-")
 
@@ -297,13 +297,13 @@ def test_a_device_without_memory_for_a_piece_costs_the_recording_alone(
         if event == "piece 1":
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    loop, recorder, _ = start(fail)
-    call(loop, "a")
-    loop.end_session("a").result(SECONDS)
+    worker, recorder, _ = start(fail)
+    call(worker, "a")
+    worker.end_session("a").result(SECONDS)
     assert wait_for(lambda: any("the recording of a is lost: OutOfMemoryError" in each for each in caplog.messages))
-    call(loop, "b")
-    assert loop.not_ready is None
-    loop.stop(drain=True)
+    call(worker, "b")
+    assert worker.not_ready is None
+    worker.stop(drain=True)
     recorder.finished.result(SECONDS)
     assert list(tmp_path.iterdir()) == []
 
@@ -312,21 +312,21 @@ def test_a_stop_that_does_not_drain_leaves_no_half_file(
     start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate("piece 1")
-    loop, recorder, _ = start(gate)
-    call(loop, "a")
-    loop.end_session("a")
+    worker, recorder, _ = start(gate)
+    call(worker, "a")
+    worker.end_session("a")
     assert gate.entered.wait(SECONDS)
-    loop.stop(drain=False)
+    worker.stop(drain=False)
     gate.opened.set()
-    assert loop.join(SECONDS)
+    assert worker.join(SECONDS)
     recorder.finished.result(SECONDS)
     assert any("the recording of a is lost: EngineStopped" in each for each in caplog.messages)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_session_without_a_call_has_no_recording(start, tmp_path: Path) -> None:
-    loop, recorder, _ = start()
-    loop.end_session("a").result(SECONDS)
-    loop.stop(drain=True)
+    worker, recorder, _ = start()
+    worker.end_session("a").result(SECONDS)
+    worker.stop(drain=True)
     recorder.finished.result(SECONDS)
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """The road from settings to answers on a CUDA device, walked on one that is not there (`tests/fake_cuda.py`).
 
-What is run is the server's own `load_policy`: loading, self-check, trial, sizing, captures, warm-up; then five calls.
+What is run is the server's own `load_policy`: loading, self-check, profile run, sizing, captures, warm-up; then five
+calls.
 """
 
 import copy

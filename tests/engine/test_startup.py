@@ -9,12 +9,12 @@ import torch
 
 from engine.model.weights import Model
 from engine.policy import Policy
-from engine.robot.embodiment import Observation
 from engine.session import Session
 from engine.settings import EngineSettings
 from engine.startup import PolicyLoadError, load_policy
 from kv_cache.cache import SessionKV
 from policy_server.settings import parse_settings
+from protocol.robot import Observation
 from tests.checkpoints import observation
 
 

@@ -10,7 +10,7 @@ from websockets.exceptions import ConnectionClosed
 
 from engine import watchdog
 from engine.device_faults import is_lost
-from engine.worker import EngineHung, EngineLoop, EngineStopped
+from engine.worker import EngineHung, EngineStopped, EngineWorker
 from tests.engine.test_worker import SECONDS, Gate, ScriptedPolicy, call, hold
 from tests.policy_server.test_process import TINY, server
 from tests.serving import Robot, observation, until
@@ -22,58 +22,58 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watchdog, name, value)
 
 
-def loop_of(policy: ScriptedPolicy) -> EngineLoop:
-    loop = EngineLoop(lambda report: policy, max_queue=4)  # type: ignore[arg-type, return-value]
-    loop.start()
-    loop.loaded.result(SECONDS)
-    return loop
+def worker_of(policy: ScriptedPolicy) -> EngineWorker:
+    worker = EngineWorker(lambda report: policy, max_queue=4)  # type: ignore[arg-type, return-value]
+    worker.start()
+    worker.loaded.result(SECONDS)
+    return worker
 
 
 async def test_a_call_that_never_ends_ends_the_engine_though_its_thread_cannot_be_joined() -> None:
     gate = Gate()
-    loop = loop_of(ScriptedPolicy(gate, slowest_call=0.01))
-    held = hold(loop, gate)
-    waiting = call(loop, "a")
-    await until(lambda: loop.not_ready is not None)
-    assert loop.not_ready == "a call has been running for 0 s, the slowest before it took 0.0 s"
-    assert isinstance(loop.finished.exception(SECONDS), EngineHung)
+    worker = worker_of(ScriptedPolicy(gate, slowest_call=0.01))
+    held = hold(worker, gate)
+    waiting = call(worker, "a")
+    await until(lambda: worker.not_ready is not None)
+    assert worker.not_ready == "a call has been running for 0 s, the slowest before it took 0.0 s"
+    assert isinstance(worker.finished.exception(SECONDS), EngineHung)
     for future in (held, waiting):
         with pytest.raises(EngineStopped, match="the engine died"):
             future.result(SECONDS)
     with pytest.raises(EngineStopped):
-        call(loop, "late")
-    assert not loop.join(0)
+        call(worker, "late")
+    assert not worker.join(0)
     gate.opened.set()  # should it come back after all, it finds nothing to do
-    assert loop.join(SECONDS)
-    assert isinstance(loop.finished.exception(0), EngineHung)
+    assert worker.join(SECONDS)
+    assert isinstance(worker.finished.exception(0), EngineHung)
 
 
 async def test_a_call_that_is_slow_and_ends_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "HUNG_SECONDS", 60.0)
     gate = Gate()
-    loop = loop_of(ScriptedPolicy(gate, slowest_call=0.01))
-    held = hold(loop, gate)
-    await until(lambda: loop.not_ready is not None)
+    worker = worker_of(ScriptedPolicy(gate, slowest_call=0.01))
+    held = hold(worker, gate)
+    await until(lambda: worker.not_ready is not None)
     gate.opened.set()
     held.result(SECONDS)
-    call(loop, "a").result(SECONDS)
-    assert loop.not_ready is None
-    loop.stop(drain=True)
-    assert loop.join(SECONDS)
+    call(worker, "a").result(SECONDS)
+    assert worker.not_ready is None
+    worker.stop(drain=True)
+    assert worker.join(SECONDS)
 
 
 @pytest.mark.parametrize("slowest", [0.0, 60.0])
 def test_what_may_take_that_long_is_not_doubted(slowest: float) -> None:
     """Where no call has been made, as without a warm-up, the first one may compile for as long as it wants."""
     gate = Gate()
-    loop = loop_of(ScriptedPolicy(gate, slowest_call=slowest))
-    held = hold(loop, gate)
+    worker = worker_of(ScriptedPolicy(gate, slowest_call=slowest))
+    held = hold(worker, gate)
     time.sleep(1.2)
-    assert loop.not_ready is None
+    assert worker.not_ready is None
     gate.opened.set()
     held.result(SECONDS)
-    loop.stop(drain=True)
-    assert loop.join(SECONDS)
+    worker.stop(drain=True)
+    assert worker.join(SECONDS)
 
 
 async def test_a_server_whose_device_hangs_says_so_and_leaves_with_1() -> None:
@@ -127,8 +127,8 @@ async def test_an_error_of_a_library_on_a_lost_device_ends_the_engine(monkeypatc
 
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", dead)
-    loop = loop_of(ScriptedPolicy(script))
+    worker = worker_of(ScriptedPolicy(script))
     with pytest.raises(EngineStopped, match="the engine died"):
-        call(loop, "a").result(SECONDS)
-    assert "cuDNN" in str(loop.finished.exception(SECONDS))
-    assert loop.join(SECONDS)
+        call(worker, "a").result(SECONDS)
+    assert "cuDNN" in str(worker.finished.exception(SECONDS))
+    assert worker.join(SECONDS)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.robot.embodiment import Observation
-from engine.worker import EngineBusy, EngineLoop, EngineStopped, TimedChunk
+from engine.worker import EngineBusy, EngineStopped, EngineWorker
+from protocol.robot import Observation
 
 SECONDS = 10  # what no test should need
 
@@ -74,62 +74,62 @@ def observation() -> Observation:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., tuple[EngineLoop, ScriptedPolicy]]]:
-    started: list[tuple[EngineLoop, Gate | None]] = []
+def start() -> Iterator[Callable[..., tuple[EngineWorker, ScriptedPolicy]]]:
+    started: list[tuple[EngineWorker, Gate | None]] = []
 
     def start_loop(script: Callable[[str], None] = lambda session_id: None, max_queue: int = 8):
         policy = ScriptedPolicy(script)
-        loop = EngineLoop(lambda report: policy, max_queue=max_queue)  # type: ignore[arg-type, return-value]
-        started.append((loop, script if isinstance(script, Gate) else None))
-        loop.start()
-        loop.loaded.result(SECONDS)
-        return loop, policy
+        worker = EngineWorker(lambda report: policy, max_queue=max_queue)  # type: ignore[arg-type, return-value]
+        started.append((worker, script if isinstance(script, Gate) else None))
+        worker.start()
+        worker.loaded.result(SECONDS)
+        return worker, policy
 
     yield start_loop
-    for loop, gate in started:
+    for worker, gate in started:
         if gate is not None:
             gate.opened.set()
-        loop.stop(drain=False)
-        assert loop.join(SECONDS)
+        worker.stop(drain=False)
+        assert worker.join(SECONDS)
 
 
-def call(loop: EngineLoop, session_id: str) -> Future[TimedChunk]:
-    return loop.infer(session_id, observation())
+def call(worker: EngineWorker, session_id: str) -> Future[Chunk]:
+    return worker.infer(session_id, observation())
 
 
-def hold(loop: EngineLoop, gate: Gate) -> Future[TimedChunk]:
-    future = call(loop, "gate")
+def hold(worker: EngineWorker, gate: Gate) -> Future[Chunk]:
+    future = call(worker, "gate")
     assert gate.entered.wait(SECONDS)
     return future
 
 
 def test_jobs_run_in_order_on_one_thread_of_their_own(start) -> None:
     gate = Gate()
-    loop, policy = start(gate)
-    held = hold(loop, gate)
-    call(loop, "b")
-    loop.end_session("a")
-    last = call(loop, "a")
+    worker, policy = start(gate)
+    held = hold(worker, gate)
+    call(worker, "b")
+    worker.end_session("a")
+    last = call(worker, "a")
     queued_at = time.monotonic()
     time.sleep(0.02)
     waited = time.monotonic() - queued_at
     gate.opened.set()
-    timed = last.result(SECONDS)
+    chunk = last.result(SECONDS)
     assert policy.events == ["infer gate", "end a", "infer b", "infer a"]
     assert len(policy.threads) == 1
     assert threading.get_ident() not in policy.threads
-    assert timed.chunk.actions.shape == (24, 8)
-    assert timed.wait_seconds >= waited
-    assert held.result().wait_seconds >= 0
+    assert chunk.actions.shape == (24, 8)
+    assert chunk.seconds["wait"] >= waited
+    assert held.result().seconds["wait"] >= 0
 
 
 def test_the_end_of_a_session_is_the_end_of_its_call_that_waits(start) -> None:
     """Whoever asked has gone, and a call that ran after the end would be an episode that nobody ends."""
     gate = Gate()
-    loop, policy = start(gate)
-    hold(loop, gate)
-    waiting = call(loop, "a")
-    ended = loop.end_session("a")
+    worker, policy = start(gate)
+    hold(worker, gate)
+    waiting = call(worker, "a")
+    ended = worker.end_session("a")
     with pytest.raises(EngineStopped, match="its session has ended"):
         waiting.result(SECONDS)
     gate.opened.set()
@@ -139,46 +139,46 @@ def test_the_end_of_a_session_is_the_end_of_its_call_that_waits(start) -> None:
 
 def test_times_tell_waiting_from_running(start) -> None:
     gate = Gate()
-    loop, _ = start(gate)
-    held = hold(loop, gate)
-    waited = call(loop, "a")
+    worker, _ = start(gate)
+    held = hold(worker, gate)
+    waited = call(worker, "a")
     with pytest.raises(TimeoutError):
         waited.result(0.2)
     gate.opened.set()
-    assert held.result(SECONDS).infer_seconds >= 0.2
-    assert waited.result(SECONDS).wait_seconds >= 0.2
-    assert waited.result().infer_seconds < 0.2
+    assert held.result(SECONDS).seconds["infer"] >= 0.2
+    assert waited.result(SECONDS).seconds["wait"] >= 0.2
+    assert waited.result().seconds["infer"] < 0.2
 
 
 def test_the_queue_is_bounded_for_calls_and_not_for_ends(start) -> None:
     gate = Gate()
-    loop, policy = start(gate, max_queue=2)
-    hold(loop, gate)
-    call(loop, "a"), call(loop, "b")
+    worker, policy = start(gate, max_queue=2)
+    hold(worker, gate)
+    call(worker, "a"), call(worker, "b")
     with pytest.raises(EngineBusy, match="2 calls are waiting"):
-        call(loop, "c")
-    ended = [loop.end_session(name) for name in "cdef"]
-    assert loop.stats().waiting == 2
+        call(worker, "c")
+    ended = [worker.end_session(name) for name in "cdef"]
+    assert worker.stats().waiting == 2
     gate.opened.set()
     for each in ended:
         each.result(SECONDS)
-    call(loop, "c").result(SECONDS)
+    call(worker, "c").result(SECONDS)
     assert policy.events[-1] == "infer c"
 
 
 def test_a_call_cancelled_in_the_queue_is_never_run_and_gives_its_place_and_memory_back(start) -> None:
     gate = Gate()
-    loop, policy = start(gate, max_queue=1)
-    hold(loop, gate)
+    worker, policy = start(gate, max_queue=1)
+    hold(worker, gate)
     seen = observation()
     images = weakref.ref(seen.views["wrist"])
-    cancelled = loop.infer("gone", seen)
+    cancelled = worker.infer("gone", seen)
     del seen
     assert cancelled.cancel()
     del cancelled
     gc.collect()
     assert images() is None
-    kept = call(loop, "kept")
+    kept = call(worker, "kept")
     gate.opened.set()
     kept.result(SECONDS)
     assert policy.events == ["infer gate", "infer kept"]
@@ -186,8 +186,8 @@ def test_a_call_cancelled_in_the_queue_is_never_run_and_gives_its_place_and_memo
 
 def test_a_running_call_cannot_be_cancelled(start) -> None:
     gate = Gate()
-    loop, _ = start(gate)
-    held = hold(loop, gate)
+    worker, _ = start(gate)
+    held = hold(worker, gate)
     assert not held.cancel()
     gate.opened.set()
     held.result(SECONDS)
@@ -202,13 +202,13 @@ def test_a_failed_call_fails_alone_and_its_locals_are_let_go(start) -> None:
             held.append(weakref.ref(tensor))
             raise ValueError("bad luck")
 
-    loop, _ = start(script)
-    failed = call(loop, "bad")
+    worker, _ = start(script)
+    failed = call(worker, "bad")
     with pytest.raises(ValueError, match="bad luck"):
         failed.result(SECONDS)
     assert held[0]() is None
-    call(loop, "good").result(SECONDS)
-    assert loop.not_ready is None
+    call(worker, "good").result(SECONDS)
+    assert worker.not_ready is None
 
 
 def out_of_memory_in_calls(*numbers: int) -> Callable[[str], None]:
@@ -222,45 +222,45 @@ def out_of_memory_in_calls(*numbers: int) -> Callable[[str], None]:
 
 
 def test_out_of_memory_frees_the_caches_and_tries_once_more(start) -> None:
-    loop, policy = start(out_of_memory_in_calls(1, 4, 5))
-    call(loop, "a").result(SECONDS)
+    worker, policy = start(out_of_memory_in_calls(1, 4, 5))
+    call(worker, "a").result(SECONDS)
     assert policy.events == ["infer a", "free caches", "infer a"]
-    call(loop, "a").result(SECONDS)
+    call(worker, "a").result(SECONDS)
     with pytest.raises(torch.OutOfMemoryError):
-        call(loop, "a").result(SECONDS)
-    assert loop.not_ready is None
+        call(worker, "a").result(SECONDS)
+    assert worker.not_ready is None
 
 
 def test_three_calls_in_a_row_without_memory_end_readiness_until_one_succeeds(start) -> None:
-    loop, _ = start(out_of_memory_in_calls(1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12))
+    worker, _ = start(out_of_memory_in_calls(1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12))
     for failures, ready in ((2, True), (0, True), (2, True), (1, False), (0, True)):
         for _ in range(failures):
             with pytest.raises(torch.OutOfMemoryError):
-                call(loop, "a").result(SECONDS)
+                call(worker, "a").result(SECONDS)
         if failures == 0:
-            call(loop, "a").result(SECONDS)
-        assert (loop.not_ready is None) == ready, loop.not_ready
+            call(worker, "a").result(SECONDS)
+        assert (worker.not_ready is None) == ready, worker.not_ready
     with pytest.raises(TimeoutError):
-        loop.finished.result(0)
+        worker.finished.result(0)
 
 
 def test_readiness_returns_in_time_without_a_call_and_the_next_one_without_memory_ends_it(start, monkeypatch) -> None:
     """A balancer sends nobody to a server that is not ready, so no call would come to succeed."""
-    loop, _ = start(out_of_memory_in_calls(*range(1, 9)))
+    worker, _ = start(out_of_memory_in_calls(*range(1, 9)))
     monkeypatch.setattr("engine.worker._SECONDS_WITHOUT_MEMORY", 0.5)
     for _ in range(3):
         with pytest.raises(torch.OutOfMemoryError):
-            call(loop, "a").result(SECONDS)
+            call(worker, "a").result(SECONDS)
     deadline = time.monotonic() + SECONDS
-    while loop.not_ready is not None:
+    while worker.not_ready is not None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     monkeypatch.setattr("engine.worker._SECONDS_WITHOUT_MEMORY", 1000.0)
     with pytest.raises(torch.OutOfMemoryError):
-        call(loop, "a").result(SECONDS)
-    assert loop.not_ready == "4 calls in a row ran out of device memory"
-    call(loop, "a").result(SECONDS)
-    assert loop.not_ready is None
+        call(worker, "a").result(SECONDS)
+    assert worker.not_ready == "4 calls in a row ran out of device memory"
+    call(worker, "a").result(SECONDS)
+    assert worker.not_ready is None
 
 
 def test_loading_reports_what_it_does_and_calls_wait_for_it() -> None:
@@ -273,38 +273,38 @@ def test_loading_reports_what_it_does_and_calls_wait_for_it() -> None:
         assert proceed.wait(SECONDS)
         return policy
 
-    loop = EngineLoop(load, max_queue=1)  # type: ignore[arg-type]
-    assert loop.not_ready == "starting"
-    loop.start()
+    worker = EngineWorker(load, max_queue=1)  # type: ignore[arg-type]
+    assert worker.not_ready == "starting"
+    worker.start()
     assert reported.wait(SECONDS)
-    assert loop.not_ready == "loading weights"
-    assert loop.stats().policy is None
-    early = call(loop, "early")
+    assert worker.not_ready == "loading weights"
+    assert worker.stats().policy is None
+    early = call(worker, "early")
     proceed.set()
     early.result(SECONDS)
-    assert loop.not_ready is None
-    assert loop.loaded.result() == {"checkpoint": "scripted"}
-    assert loop.stats().policy == "stats"
-    loop.stop(drain=True)
-    assert loop.join(SECONDS)
+    assert worker.not_ready is None
+    assert worker.loaded.result() == {"checkpoint": "scripted"}
+    assert worker.stats().policy == "stats"
+    worker.stop(drain=True)
+    assert worker.join(SECONDS)
 
 
 def test_a_failed_load_is_told_to_everyone() -> None:
     def load(report: Callable[[str], None]) -> ScriptedPolicy:
         raise ValueError("no such checkpoint")
 
-    loop = EngineLoop(load, max_queue=1)  # type: ignore[arg-type]
-    early = call(loop, "early")
-    loop.start()
-    for future in (loop.loaded, loop.finished):
+    worker = EngineWorker(load, max_queue=1)  # type: ignore[arg-type]
+    early = call(worker, "early")
+    worker.start()
+    for future in (worker.loaded, worker.finished):
         with pytest.raises(ValueError, match="no such checkpoint"):
             future.result(SECONDS)
     # Robots, and whoever asks without a key, learn that it died, not of what.
     with pytest.raises(EngineStopped, match=r"^the engine died$"):
         early.result(SECONDS)
     with pytest.raises(EngineStopped, match=r"^the engine died$"):
-        call(loop, "late")
-    assert loop.not_ready == "the engine died"
+        call(worker, "late")
+    assert worker.not_ready == "the engine died"
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), torch.AcceleratorError("an illegal memory access")])
@@ -315,30 +315,30 @@ def test_what_no_call_survives_ends_the_thread(error: BaseException) -> None:
         gate(session_id)
         raise error
 
-    loop = EngineLoop(lambda report: ScriptedPolicy(script), max_queue=4)  # type: ignore[arg-type, return-value]
-    loop.start()
-    running = hold(loop, gate)
-    waiting = call(loop, "a")
+    worker = EngineWorker(lambda report: ScriptedPolicy(script), max_queue=4)  # type: ignore[arg-type, return-value]
+    worker.start()
+    running = hold(worker, gate)
+    waiting = call(worker, "a")
     gate.opened.set()
     for future in (running, waiting):
         with pytest.raises(EngineStopped, match="the engine died"):
             future.result(SECONDS)
-    assert loop.finished.exception(SECONDS) is error
+    assert worker.finished.exception(SECONDS) is error
     with pytest.raises(EngineStopped):
-        loop.end_session("a")
-    assert loop.join(SECONDS)
+        worker.end_session("a")
+    assert worker.join(SECONDS)
 
 
 @pytest.mark.parametrize("drain", [True, False])
 def test_stop_finishes_the_running_call_and_drains_only_if_told(start, drain: bool) -> None:
     gate = Gate()
-    loop, policy = start(gate)
-    held = hold(loop, gate)
-    waiting = call(loop, "a")
-    loop.stop(drain=drain)
+    worker, policy = start(gate)
+    held = hold(worker, gate)
+    waiting = call(worker, "a")
+    worker.stop(drain=drain)
     with pytest.raises(EngineStopped, match="shutting down"):
-        call(loop, "late")
-    assert not loop.join(0)
+        call(worker, "late")
+    assert not worker.join(0)
     gate.opened.set()
     held.result(SECONDS)
     if drain:
@@ -346,17 +346,17 @@ def test_stop_finishes_the_running_call_and_drains_only_if_told(start, drain: bo
     else:
         with pytest.raises(EngineStopped, match="shutting down"):
             waiting.result(SECONDS)
-    assert loop.finished.result(SECONDS) is None
+    assert worker.finished.result(SECONDS) is None
     assert policy.events == ["infer gate"] + ["infer a"] * drain
 
 
 def test_draining_can_be_given_up(start) -> None:
     gate = Gate()
-    loop, _ = start(gate)
-    held = hold(loop, gate)
-    waiting = call(loop, "a")
-    loop.stop(drain=True)
-    loop.stop(drain=False)
+    worker, _ = start(gate)
+    held = hold(worker, gate)
+    waiting = call(worker, "a")
+    worker.stop(drain=True)
+    worker.stop(drain=False)
     with pytest.raises(EngineStopped):
         waiting.result(SECONDS)
     gate.opened.set()
@@ -367,19 +367,19 @@ def test_the_policy_is_dropped_with_the_thread() -> None:
     policy = ScriptedPolicy()
     alive = weakref.ref(policy)
     kept = [policy]
-    loop = EngineLoop(lambda report: kept.pop(), max_queue=1)  # type: ignore[arg-type, return-value]
+    worker = EngineWorker(lambda report: kept.pop(), max_queue=1)  # type: ignore[arg-type, return-value]
     del policy
-    loop.start()
-    loop.loaded.result(SECONDS)
-    loop.stop(drain=True)
-    assert loop.join(SECONDS)
+    worker.start()
+    worker.loaded.result(SECONDS)
+    worker.stop(drain=True)
+    assert worker.join(SECONDS)
     gc.collect()
     assert alive() is None
 
 
 def test_a_waiter_that_gives_up_cancels_nothing_for_others() -> None:
-    loop = EngineLoop(lambda report: ScriptedPolicy(), max_queue=1)  # type: ignore[arg-type, return-value]
-    assert not loop.finished.cancel()
-    assert not loop.loaded.cancel()
+    worker = EngineWorker(lambda report: ScriptedPolicy(), max_queue=1)  # type: ignore[arg-type, return-value]
+    assert not worker.finished.cancel()
+    assert not worker.loaded.cancel()
     with pytest.raises((TimeoutError, CancelledError)):
-        loop.finished.result(0)
+        worker.finished.result(0)

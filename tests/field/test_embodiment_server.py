@@ -13,13 +13,14 @@ import torch
 
 from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.model.config import parse_config
-from engine.robot.embodiment import Cell, EmbodimentError, Observation, StateVector
+from engine.robot.embodiment import Cell, EmbodimentError
 from engine.robot.embodiment_file import read_embodiment
 from engine.robot.transforms import Transforms
 from engine.settings import EngineSettings
 from engine.startup import PolicyLoadError, load_policy
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError
+from protocol.robot import Observation, StateVector
 from tests.checkpoints import tiny_checkpoint
 from tests.robot.test_embodiment_file import EXAMPLE
 from tests.serving import Robot

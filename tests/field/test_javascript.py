@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.handshake import HANDSHAKE
+from protocol.robot import HANDSHAKE
 from tests.serving import serving
 
 ROBOT = Path(__file__).parent / "javascript" / "robot.mjs"

@@ -42,7 +42,7 @@ def picture_of(each: InferRequest) -> np.ndarray:
     """What the model is shown, at its real size."""
     config = parse_config(BUILTIN_CONFIGS["droid-2l"])
     transforms = Transforms(read_embodiment("oxe_droid"), config, BUILTIN_STATISTICS)
-    return transforms.stitch(each.views, each.enlarge_to).numpy()
+    return transforms.stitch(each.observation.views, each.observation.enlarge_to).numpy()
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> float:
@@ -55,8 +55,8 @@ def difference(one: np.ndarray, other: np.ndarray) -> float:
 def test_a_letterboxed_picture_is_shown_to_the_model_as_the_camera_s_own(side: int, source: tuple[int, int]) -> None:
     camera = scene(*source)
     told = request(resize_with_pad(camera, side, side))
-    assert told.views["wrist"].shape == (4, side * 9 // 16, side, 3)
-    assert told.views["wrist"].any(axis=(0, 2, 3)).all()
+    assert told.observation.views["wrist"].shape == (4, side * 9 // 16, side, 3)
+    assert told.observation.views["wrist"].any(axis=(0, 2, 3)).all()
     assert len(told.warnings) == 3
     assert "black bars" in told.warnings[0]
     expected = picture_of(request(resize_with_pad(camera, 180, 320)))
@@ -70,22 +70,22 @@ def test_dark_rows_of_the_picture_itself_are_not_cut() -> None:
     camera = scene(180, 320)
     camera[:, :20] = 0
     camera[:, -30:] = 0
-    assert request(resize_with_pad(camera, 224, 224)).views["wrist"].shape == (4, 126, 224, 3)
+    assert request(resize_with_pad(camera, 224, 224)).observation.views["wrist"].shape == (4, 126, 224, 3)
     large = resize_with_pad(scene(720, 1280), 640, 640).copy()
     large[:, :200] = 0
-    assert request(large).views["wrist"].shape == (4, 360, 640, 3)
+    assert request(large).observation.views["wrist"].shape == (4, 360, 640, 3)
 
 
 def test_a_camera_of_another_aspect_loses_its_bars_too_and_is_warned_of() -> None:
     told = request(resize_with_pad(scene(480, 640), 224, 224))
-    assert told.views["wrist"].shape == (4, 168, 224, 3)
+    assert told.observation.views["wrist"].shape == (4, 168, 224, 3)
     assert "another aspect" in told.warnings[0]
 
 
 def test_a_camera_that_sees_nothing_says_nothing_of_the_others_bars() -> None:
     boxed = resize_with_pad(scene(180, 320), 224, 224)
     told = request(boxed, np.zeros_like(boxed), boxed)
-    assert {frames.shape for frames in told.views.values()} == {(4, 126, 224, 3)}
+    assert {frames.shape for frames in told.observation.views.values()} == {(4, 126, 224, 3)}
 
 
 def spoiled(boxed: np.ndarray, where: tuple[int, ...]) -> np.ndarray:
@@ -99,7 +99,7 @@ def test_what_is_not_exactly_black_everywhere_is_no_bar(where: tuple[int, ...]) 
     """In any frame of any camera."""
     boxed = resize_with_pad(scene(180, 320), 224, 224)
     told = request(boxed, spoiled(boxed, where), boxed)
-    assert told.views["wrist"].shape[1] == 224
+    assert told.observation.views["wrist"].shape[1] == 224
     assert any("distorted" in warning for warning in told.warnings)
 
 
@@ -109,7 +109,7 @@ def test_what_is_not_exactly_black_everywhere_is_no_bar(where: tuple[int, ...]) 
 )
 def test_what_changes_the_picture_is_warned_of(size: tuple[int, int], effect: str | None) -> None:
     told = request(scene(*size, frames=1))
-    assert {frames.shape[1:3] for frames in told.views.values()} == {size}
+    assert {frames.shape[1:3] for frames in told.observation.views.values()} == {size}
     assert [warning.split()[0] for warning in told.warnings] == ([KEYS[2], *KEYS[:2]] if effect else [])
     assert all(str(effect) in warning for warning in told.warnings)
 
@@ -118,8 +118,8 @@ def test_what_changes_the_picture_is_warned_of(size: tuple[int, int], effect: st
 def test_a_camera_whose_own_size_rounds_otherwise_keeps_no_black_row(side: int) -> None:
     """DROID's ZED cameras at VGA are 376x672, nearly 16:9."""
     told = request(resize_with_pad(scene(376, 672), side, side))
-    assert told.views["wrist"].any(axis=(0, 2, 3)).all()
-    assert told.enlarge_to == (180, 320)
+    assert told.observation.views["wrist"].any(axis=(0, 2, 3)).all()
+    assert told.observation.enlarge_to == (180, 320)
 
 
 @pytest.mark.parametrize("rows", [(20, 20), (20, 23), (40, 40), (0, 1), (1, 1), (60, 0)])
@@ -128,7 +128,7 @@ def test_dark_rows_elsewhere_are_the_picture_s_own(rows: tuple[int, int]) -> Non
     picture = scene(256, 256)
     picture[:, : rows[0]] = 0
     picture[:, 256 - rows[1] :] = 0
-    assert request(picture).views["wrist"].shape == (4, 256, 256, 3)
+    assert request(picture).observation.views["wrist"].shape == (4, 256, 256, 3)
 
 
 @pytest.mark.parametrize("change", ["float", "channels first", "one frame"])
@@ -139,8 +139,8 @@ def test_letterboxed_pictures_of_every_layout_are_cut(change: str) -> None:
         "channels first": boxed.transpose(0, 3, 1, 2),
         "one frame": boxed[-1],
     }[change]
-    assert request(sent).views["wrist"].shape[1:] == (126, 224, 3)
+    assert request(sent).observation.views["wrist"].shape[1:] == (126, 224, 3)
 
 
 def test_black_pictures_stay_as_they_are() -> None:
-    assert request(np.zeros((224, 224, 3), np.uint8)).views["wrist"].shape == (1, 224, 224, 3)
+    assert request(np.zeros((224, 224, 3), np.uint8)).observation.views["wrist"].shape == (1, 224, 224, 3)

@@ -14,7 +14,7 @@ from openpi_client.runtime.environment import Environment
 from openpi_client.runtime.runtime import Runtime
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
-from protocol.handshake import HANDSHAKE
+from protocol.robot import HANDSHAKE
 from tests.serving import observation, serving
 
 

@@ -18,11 +18,10 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from clients import AsyncPolicyClient, PolicyClient
 from engine.policy import Chunk, Policy
-from engine.robot.embodiment import Observation
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings
-from protocol.handshake import HANDSHAKE
 from protocol.messages import RESET_REPLY
+from protocol.robot import HANDSHAKE, Observation
 from tests.certificates import self_signed
 from tests.proxy import Proxy, program
 from tests.serving import SECONDS, Robot, WatchedPolicy, get, observation, serving, tiny_policy

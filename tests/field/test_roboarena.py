@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from openpi_client.image_tools import resize_with_pad
 
-from engine.robot.embodiment import Observation
+from protocol.robot import Observation
 from tests.field.field_client import field_client, pictures, state
 from tests.serving import serving
 

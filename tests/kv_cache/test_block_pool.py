@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kv_cache.block_pool import BlockPool, OutOfBlocks
 
-SIZE, AISLE = 25, 6
+SIZE, SEGMENT = 25, 6
 
 
 class PoolAgainstSet(RuleBasedStateMachine):
@@ -17,7 +17,7 @@ class PoolAgainstSet(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(SIZE, AISLE)
+        self.pool = BlockPool(SIZE, SEGMENT)
         self.free = set(range(SIZE))
         self.held: list[list[int]] = []
 
@@ -80,26 +80,26 @@ def test_naming_a_block_twice_is_refused() -> None:
 @given(windows=st.integers(1, 4), order=st.randoms(use_true_random=False))
 @settings(max_examples=50, deadline=None)
 def test_windows_that_grow_in_any_order_are_each_one_run(windows: int, order) -> None:
-    """As many windows as there are aisles, growing frame by frame, never get into each other's way."""
-    pool = BlockPool(windows * AISLE, AISLE)
+    """As many windows as there are segments, growing frame by frame, never get into each other's way."""
+    pool = BlockPool(windows * SEGMENT, SEGMENT)
     held = [pool.allocate(1) for _ in range(windows)]
-    growth = [window for window in range(windows) for _ in range(AISLE - 1)]
+    growth = [window for window in range(windows) for _ in range(SEGMENT - 1)]
     order.shuffle(growth)
     for window in growth:
         held[window] += pool.allocate(1, prefer=held[window][-1] + 1)
     for blocks in held:
-        assert blocks == list(range(blocks[0], blocks[0] + AISLE))
+        assert blocks == list(range(blocks[0], blocks[0] + SEGMENT))
 
 
 def test_a_gap_that_fits_is_preferred_to_breaking_a_run() -> None:
-    pool = BlockPool(11, aisle=12)
+    pool = BlockPool(11, segment=12)
     blocks = pool.allocate(11)
     pool.free(blocks[1:3] + blocks[5:9])  # gaps of 2 and of 4
     assert pool.allocate(2) == blocks[1:3]
     assert pool.allocate(3) == blocks[5:8]
 
 
-@pytest.mark.parametrize(("blocks", "aisle"), [(0, 1), (-1, 1), (5, 0)])
-def test_impossible_pools_are_refused(blocks: int, aisle: int) -> None:
+@pytest.mark.parametrize(("blocks", "segment"), [(0, 1), (-1, 1), (5, 0)])
+def test_impossible_pools_are_refused(blocks: int, segment: int) -> None:
     with pytest.raises(ValueError, match=r"at least one block"):
-        BlockPool(blocks, aisle)
+        BlockPool(blocks, segment)

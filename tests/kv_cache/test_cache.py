@@ -300,7 +300,7 @@ def test_equal_prompts_are_held_once_and_freed_with_the_last_user() -> None:
     assert (cache.report().prompts, cache.report().cross_bytes) == (1, one)
 
 
-def test_the_image_half_is_held_once_for_both_branches() -> None:
+def test_the_image_kv_is_held_once_for_both_branches() -> None:
     cache = make_cache(1)
     session = cache.session("robot")
     computed = []
@@ -310,7 +310,7 @@ def test_the_image_half_is_held_once_for_both_branches() -> None:
     assert cache.report().cross_bytes == GEOMETRY.image_bytes
 
 
-def test_a_restart_keeps_the_text_half_and_drops_the_image_half() -> None:
+def test_a_restart_keeps_the_text_kv_and_drops_the_image_kv() -> None:
     cache = make_cache(1)
     session = cache.session("robot")
     run_call(cache, session)

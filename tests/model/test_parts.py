@@ -145,13 +145,13 @@ def test_rotations_are_made_once() -> None:
 def test_the_session_keeps_the_last_four_frames() -> None:
     session = Session(SessionKV("robot", 2))
     frames = list(torch.arange(9))
-    assert session.see(frames[:3]) == [2], "the first call looks at the newest frame alone"
-    assert session.see(frames[3:4]) == [0, 1, 2, 3]
-    assert session.see(frames[4:5]) == [1, 2, 3, 4]
-    assert session.see(frames[5:9]) == [5, 6, 7, 8]
+    assert session.push_frames(frames[:3]) == [2], "the first call looks at the newest frame alone"
+    assert session.push_frames(frames[3:4]) == [0, 1, 2, 3]
+    assert session.push_frames(frames[4:5]) == [1, 2, 3, 4]
+    assert session.push_frames(frames[5:9]) == [5, 6, 7, 8]
     other = Session(SessionKV("other", 2))
-    other.see(frames[:1])
-    assert other.see(frames[1:2]) == [0, 0, 0, 1], "the oldest is repeated in front"
+    other.push_frames(frames[:1])
+    assert other.push_frames(frames[1:2]) == [0, 0, 0, 1], "the oldest is repeated in front"
 
 
 def test_rotation_depends_on_relative_position_alone() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosedError
 
-from engine.robot.embodiment import Observation
 from protocol.codec import Dialect, decode, encode
+from protocol.robot import Observation
 from tests.serving import Robot, get, observation, serving
 
 

@@ -58,7 +58,7 @@ async def test_tls_handshakes_in_progress_have_room_for_so_many_and_keep_nobody_
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n")
         metrics = (await reader.read()).decode()
         writer.close()
-        cut = int(float(metrics.split("\ndreamzero_waiting_cut_total ")[1].split()[0]))
+        cut = int(float(metrics.split("\ndreamzero_pending_cut_total ")[1].split()[0]))
         assert 88 <= cut <= 91
         await until(lambda: descriptors(os.getpid()) <= before + 2)
 

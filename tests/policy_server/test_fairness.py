@@ -9,9 +9,9 @@ import msgpack
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from engine.robot.embodiment import Observation
 from policy_server.logs import LogBudget
 from policy_server.server import PolicyServer
+from protocol.robot import Observation
 from tests.serving import Gate, Robot, get, observation, serving, until
 
 JUNK = msgpack.packb(7)

@@ -9,12 +9,12 @@ import pytest
 SERVE = """
 import gc, sys
 from collections import deque
-from policy_server.garbage import keep_what_is_loaded
+from policy_server.garbage import freeze_gc
 
 loaded = [[] for _ in range(400_000)]
 gc.collect()
 if sys.argv[1] == "kept":
-    keep_what_is_loaded()
+    freeze_gc()
 full = gc.get_stats()[2]["collections"]
 recent = deque(maxlen=5_000)
 for _ in range(90_000):

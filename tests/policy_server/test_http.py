@@ -17,10 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import InvalidStatus
 
 from engine.policy import Policy
-from engine.robot.embodiment import Observation
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError
-from protocol.handshake import HANDSHAKE
+from protocol.robot import HANDSHAKE, Observation
 from tests.certificates import self_signed
 from tests.serving import SECONDS, Robot, get, observation, serving, tiny_policy, until
 
@@ -168,7 +167,7 @@ async def test_many_who_connect_and_ask_nothing_keep_nobody_out() -> None:
                 async with asyncio.timeout(SECONDS):
                     with contextlib.suppress(ConnectionResetError):
                         assert await reader.read() == b""
-            assert "\ndreamzero_waiting_cut_total 5.0\n" in (await get(server, "/metrics"))[2]  # who asks came last
+            assert "\ndreamzero_pending_cut_total 5.0\n" in (await get(server, "/metrics"))[2]  # who asks came last
             async with await Robot.connect(server) as second:
                 for robot in (first, second):
                     assert "actions" in await robot.ask(observation())

@@ -16,12 +16,11 @@ from websockets.frames import Frame, Opcode
 
 from engine.fair_queue import Peer
 from engine.policy import Chunk
-from engine.robot.embodiment import Observation
 from engine.session import Window
-from engine.worker import TimedChunk
 from policy_server.server import PolicyServer
 from policy_server.sessions import Session
 from policy_server.settings import ServerSettings
+from protocol.robot import Observation
 from tests.serving import SECONDS, Gate, Robot, get, observation, serving, until, wire
 
 
@@ -270,7 +269,7 @@ async def test_images_are_let_go_with_their_call_not_at_the_next_garbage_collect
     async with serving(before, max_queue=1) as (server, _):
         infer = server.sessions.infer
 
-        def watched(session: Session, each: Observation, peer: Peer) -> Future[TimedChunk]:
+        def watched(session: Session, each: Observation, peer: Peer) -> Future[Chunk]:
             seen.append((each.prompt, weakref.ref(each)))
             return infer(session, each, peer)
 
@@ -327,7 +326,7 @@ async def test_what_was_received_is_let_go_with_its_connection_not_at_the_next_g
         else:
             sock = await asyncio.to_thread(open_websocket, server.port)
             await asyncio.to_thread(sock.sendall, received)
-        links = server._waiting_room._inside if received is None else server._listener.all_connections
+        links = server._pending._inside if received is None else server._listener.all_connections
         await until(lambda: len(links) == 1)
         (link,) = links
         protocol = weakref.ref(link.protocol)

@@ -17,7 +17,7 @@ from engine.policy import Policy
 from policy_server import http
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError
-from protocol.handshake import HANDSHAKE
+from protocol.robot import HANDSHAKE
 from tests.serving import SECONDS, Robot, get, observation, tiny_policy, until, wire
 
 

@@ -5,7 +5,7 @@ from websockets.exceptions import InvalidStatus
 
 from policy_server.origin import admits
 from policy_server.settings import SettingsError, parse_settings
-from protocol.handshake import HANDSHAKE
+from protocol.robot import HANDSHAKE
 from tests.serving import Robot, serving
 
 

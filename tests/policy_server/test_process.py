@@ -16,9 +16,9 @@ import pytest
 import torch
 from websockets.exceptions import ConnectionClosed
 
-from engine.robot.embodiment import Observation
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings
+from protocol.robot import Observation
 from tests.serving import SECONDS, Gate, Robot, WatchedPolicy, observation
 
 TINY = ("--steps", "1", "--port", "0")

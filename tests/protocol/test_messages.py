@@ -11,7 +11,6 @@ import pytest
 from openpi_client import msgpack_numpy as openpi_numpy
 
 from protocol.codec import CodecError, Dialect, Limits, decode
-from protocol.handshake import HANDSHAKE
 from protocol.messages import (
     InferRequest,
     RequestError,
@@ -20,6 +19,7 @@ from protocol.messages import (
     parse_request,
     read_request,
 )
+from protocol.robot import HANDSHAKE
 from tests.droid import DROID
 
 EXTERIOR = [f"observation/exterior_image_{number}_left" for number in range(3)]
@@ -56,16 +56,18 @@ def parse(value: object, dialect: Dialect = Dialect.OPENPI) -> InferRequest:
 
 def test_a_roboarena_observation() -> None:
     request = parse(observation(), Dialect.NATIVE)
-    assert {name: int(frames[0, 0, 0, 0]) for name, frames in request.views.items()} == {
+    assert {name: int(frames[0, 0, 0, 0]) for name, frames in request.observation.views.items()} == {
         "exterior_left": 1,
         "exterior_right": 2,
         "wrist": 3,
     }
-    assert all(frames.shape == (1, 180, 320, 3) and frames.dtype == np.uint8 for frames in request.views.values())
-    assert request.state["joint_position"].tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert {numbers.dtype for numbers in request.state.values()} == {np.dtype(np.float64)}
-    assert request.state["gripper_position"].tolist() == [0.5]
-    assert (request.prompt, request.session_id) == ("fold the towel", "episode 1")
+    assert all(
+        frames.shape == (1, 180, 320, 3) and frames.dtype == np.uint8 for frames in request.observation.views.values()
+    )
+    assert request.observation.state["joint_position"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert {numbers.dtype for numbers in request.observation.state.values()} == {np.dtype(np.float64)}
+    assert request.observation.state["gripper_position"].tolist() == [0.5]
+    assert (request.observation.prompt, request.session_id) == ("fold the towel", "episode 1")
     assert (request.dialect, request.warnings) == (Dialect.NATIVE, ())
 
 
@@ -131,7 +133,7 @@ def test_a_reset_names_the_episodes_it_ends_and_may_carry_anything(
 )
 def test_camera_numbering(sent: tuple[int, ...], left: int | None, right: int | None) -> None:
     cameras = {EXTERIOR[number]: image(value=number) if number in sent else ... for number in range(3)}
-    views = parse(observation(**cameras)).views
+    views = parse(observation(**cameras)).observation.views
     found = {name: int(frames[0, 0, 0, 0]) for name, frames in views.items() if name != "wrist"}
     expected = {"exterior_left": left, "exterior_right": right}
     assert found == {name: number for name, number in expected.items() if number is not None}
@@ -154,7 +156,7 @@ def test_image_layouts(dtype: type, channels_first: bool, count: int | None) -> 
     sent = expected if dtype is np.uint8 else (expected / 255).astype(dtype)
     sent = sent.transpose(0, 3, 1, 2) if channels_first else sent
     sent = sent if count else sent[0]
-    views = parse(observation(**{key: sent.copy() for key in (EXTERIOR[0], EXTERIOR[1], WRIST)})).views
+    views = parse(observation(**{key: sent.copy() for key in (EXTERIOR[0], EXTERIOR[1], WRIST)})).observation.views
     for frames in views.values():
         assert np.array_equal(frames, expected)
         assert frames.dtype == np.uint8
@@ -165,7 +167,7 @@ def test_image_layouts(dtype: type, channels_first: bool, count: int | None) -> 
 def test_float_images_are_rounded_and_may_miss_the_range_by_a_rounding_error() -> None:
     sent = np.full((16, 16, 3), 0.5, np.float32)
     sent[0, 0] = [1.0004, -0.0004, 1.0]
-    frames = parse(observation(**{WRIST: sent})).views["wrist"]
+    frames = parse(observation(**{WRIST: sent})).observation.views["wrist"]
     assert frames[0, 0, 0].tolist() == [255, 0, 255]
     assert frames[0, 1, 1, 0] == 128
 
@@ -190,15 +192,15 @@ def test_float_images_are_rounded_and_may_miss_the_range_by_a_rounding_error() -
 )
 def test_states_may_come_as_any_kind_of_numbers(joints: object, gripper: object) -> None:
     request = parse(observation(**{JOINTS: joints, GRIPPER: gripper}))
-    assert request.state["joint_position"].tolist() == [0] * 7
-    assert request.state["gripper_position"].tolist() == [1]
+    assert request.observation.state["joint_position"].tolist() == [0] * 7
+    assert request.observation.state["gripper_position"].tolist() == [1]
 
 
 def test_what_is_not_needed_is_not_looked_at() -> None:
     request = parse(
         observation(prompt="", **{"observation/cartesian_position": "junk", "step": object(), "extra": {"a": [1]}})
     )
-    assert request.prompt == ""
+    assert request.observation.prompt == ""
 
 
 JUNK: dict[Any, Any] = {
@@ -230,7 +232,7 @@ def test_what_nobody_asks_for_is_never_a_reason_to_refuse(junk: dict[Any, Any], 
     read = read_request(frame, DROID, Limits())
     assert isinstance(read, InferRequest)
     assert read.session_id == "episode 1"
-    assert read.state["joint_position"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert read.observation.state["joint_position"].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_limits_on_the_message_as_a_whole_stay() -> None:
@@ -258,7 +260,7 @@ def test_texts_may_come_in_numpy_dress(pack: Callable[[object], bytes], text: st
             dressed = np.array(dressed)
         request = read_request(pack(observation(prompt=dressed, session_id=np.array("a"))), DROID, Limits())
         assert isinstance(request, InferRequest)
-        assert (request.prompt, request.session_id) == (text, "a")
+        assert (request.observation.prompt, request.session_id) == (text, "a")
 
 
 @pytest.mark.parametrize("pack", [openpi_numpy.packb, msgpack_numpy.packb])
@@ -277,8 +279,8 @@ def test_a_long_text_that_is_an_image_is_told_apart() -> None:
 def test_frames_may_come_as_a_list() -> None:
     frames = [image(value=number) for number in range(4)]
     request = parse(observation(**dict.fromkeys((WRIST, EXTERIOR[0], EXTERIOR[1]), frames)))
-    assert request.views["wrist"].shape == (4, 180, 320, 3)
-    assert request.views["wrist"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+    assert request.observation.views["wrist"].shape == (4, 180, 320, 3)
+    assert request.observation.views["wrist"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
 
 
 BAD_REQUESTS = {

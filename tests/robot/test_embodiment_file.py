@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.robot.embodiment import ActionVector, Cell, EmbodimentError, StateVector, View
+from engine.robot.embodiment import ActionVector, Cell, EmbodimentError
 from engine.robot.embodiment_file import BUILT_IN, read_embodiment
 from engine.settings import EngineSettings
 from engine.startup import PolicyLoadError, load_policy
+from protocol.robot import StateVector, View
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "two_camera_arm.yaml"
@@ -33,7 +34,7 @@ def test_droid_is_a_file_like_any_other() -> None:
         ActionVector(name="joint_position", size=7, relative_to="joint_position"),
         ActionVector(name="gripper_position", size=1),
     )
-    assert droid.handshake == {}
+    assert droid.own_handshake == {}
 
 
 def test_what_a_file_leaves_out_has_a_default(tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_what_a_file_leaves_out_has_a_default(tmp_path: Path) -> None:
     assert read.state == (StateVector(name="joints", size=2, key="observation/joints", meaning="numbers"),)
     assert read.crop == 0.95
     assert read.prompt_text(" ") == "Do perform the default behavior."
-    assert read.handshake == {}
+    assert read.own_handshake == {}
 
 
 def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:

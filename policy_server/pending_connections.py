@@ -10,19 +10,19 @@ from policy_server.logs import RareEvent
 log = logging.getLogger(__name__)
 
 
-class Stranger(Protocol):
+class Pending(Protocol):
     """A connection of which nobody knows yet what it wants."""
 
     def cut(self) -> None:
         """End it at once, wherever its opening stands."""
 
 
-class WaitingRoom:
+class PendingConnections:
     """Connections in the TLS handshake, that have said nothing yet, in the opening handshake, or answered over HTTP.
 
     A robot or a probe asks within milliseconds of connecting. So when the room is full, whoever has been there the
     longest is cut off, and many who connect and ask nothing keep out neither robots nor probes. Only where more than
-    `most` strangers connect between a probe's connecting and its answer, or a robot's and the end of its opening
+    `most` others connect between a probe's connecting and its answer, or a robot's and the end of its opening
     handshake, is that one the longest there and cut off itself.
 
     most: connections that may be inside at once. count: called for each that is cut off. clock: seconds.
@@ -31,11 +31,11 @@ class WaitingRoom:
     def __init__(self, most: int, count: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._count = count
-        self._inside: dict[Stranger, None] = {}  # in the order in which they came
-        event = "waiting room is full, connections that asked for nothing were cut off"
+        self._inside: dict[Pending, None] = {}  # in the order in which they came
+        event = "too many pending connections: those that asked for nothing the longest were cut off"
         self._warning = RareEvent(log, logging.WARNING, event, clock)
 
-    def enter(self, connection: Stranger) -> None:
+    def enter(self, connection: Pending) -> None:
         """A connection was accepted."""
         self._inside[connection] = None
         if len(self._inside) > self._most:
@@ -45,6 +45,6 @@ class WaitingRoom:
             self._count()
             self._warning.happened(room=self._most)
 
-    def leave(self, connection: Stranger) -> None:
+    def leave(self, connection: Pending) -> None:
         """Its conversation begins, or it is gone."""
         self._inside.pop(connection, None)

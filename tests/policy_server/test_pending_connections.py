@@ -1,10 +1,10 @@
-"""The waiting room lets whoever waits the longest go, counts it, and says so without filling the log."""
+"""Of too many pending connections, whoever waits the longest go, counts it, and says so without filling the log."""
 
 from unittest.mock import Mock
 
 import pytest
 
-from policy_server.waiting_room import WaitingRoom
+from policy_server.pending_connections import PendingConnections
 
 
 class Clock:
@@ -24,7 +24,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
 
 def test_who_has_been_there_the_longest_is_cut_off_and_counted() -> None:
     count = Mock()
-    room = WaitingRoom(2, count)
+    room = PendingConnections(2, count)
     first, second, third, fourth = connections = [Mock() for _ in range(4)]
     room.enter(first)
     room.enter(second)
@@ -37,7 +37,7 @@ def test_who_has_been_there_the_longest_is_cut_off_and_counted() -> None:
 
 
 def test_a_connection_that_was_cut_off_and_is_then_lost_makes_no_room_twice() -> None:
-    room = WaitingRoom(1, Mock())
+    room = PendingConnections(1, Mock())
     first, second, third = (Mock() for _ in range(3))
     room.enter(first)
     room.enter(second)
@@ -49,7 +49,7 @@ def test_a_connection_that_was_cut_off_and_is_then_lost_makes_no_room_twice() ->
 
 def test_a_minute_has_one_warning_with_all_that_were_cut_off_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
     count, clock = Mock(), Clock()
-    room = WaitingRoom(1, count, clock)
+    room = PendingConnections(1, count, clock)
     room.enter(Mock())
     assert warned(caplog) == []
     for _ in range(100):

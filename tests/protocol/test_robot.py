@@ -5,13 +5,13 @@ import pytest
 
 from protocol.codec import Dialect
 from protocol.messages import InferRequest, RequestError, parse_request
-from protocol.observation_spec import Camera, ObservationSpec, StateVector
+from protocol.robot import ObservationSpec, StateVector, View
 
 PAIR = ObservationSpec(
-    cameras=(
-        Camera(name="front", keys=("cam_0", "cam_1")),
-        Camera(name="side", keys=("cam_1", "cam_2")),
-        Camera(name="top", keys=("top",), required=False),
+    views=(
+        View(name="front", keys=("cam_0", "cam_1")),
+        View(name="side", keys=("cam_1", "cam_2")),
+        View(name="top", keys=("top",), required=False),
     ),
     state=(StateVector(name="base", key="base", size=3, meaning="wheel speeds"),),
     resolution=(180, 320),
@@ -34,7 +34,7 @@ def parse(*cameras: str, spec: ObservationSpec = PAIR, **more: object) -> InferR
     ],
 )
 def test_a_request_uses_one_numbering(sent: tuple[str, ...], expected: dict[str, str]) -> None:
-    views = parse(*sent).views
+    views = parse(*sent).observation.views
     assert {name: sent[frames[0, 0, 0, 0]] for name, frames in views.items()} == expected
 
 
@@ -56,17 +56,17 @@ def test_no_camera_stands_in_for_another(sent: tuple[str, ...], message: str) ->
 
 def test_of_a_group_one_is_enough() -> None:
     spec = ObservationSpec(
-        cameras=tuple(Camera(name=name, keys=(name,), required=False, one_of="eye") for name in ("left", "right")),
+        views=tuple(View(name=name, keys=(name,), required=False, one_of="eye") for name in ("left", "right")),
         state=PAIR.state,
         resolution=PAIR.resolution,
     )
-    assert set(parse("right", spec=spec).views) == {"right"}
+    assert set(parse("right", spec=spec).observation.views) == {"right"}
     with pytest.raises(RequestError, match=r"left: expected at least one eye \(this, or right\), found nothing"):
         parse(spec=spec)
 
 
 def test_state_comes_by_name_and_is_asked_for_in_words() -> None:
-    assert parse("cam_0", "cam_1").state["base"].tolist() == [1, 2, 3]
+    assert parse("cam_0", "cam_1").observation.state["base"].tolist() == [1, 2, 3]
     with pytest.raises(RequestError, match="base: expected numbers of shape"):
         parse("cam_0", "cam_1", base=[1, 2])
     images = {key: np.zeros((8, 8, 3), np.uint8) for key in ("cam_0", "cam_1")}

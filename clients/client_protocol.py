@@ -22,8 +22,8 @@ from clients.errors import ConnectFailed, PolicyError, ReplyLost, ReplyTimeout
 from clients.failures import is_answer_to_the_message, may_pass, reason
 from clients.sessions import Sessions
 from protocol.codec import CodecError, Dialect, decode, encode
-from protocol.handshake import HANDSHAKE
 from protocol.messages import RESET_REPLY, session_name
+from protocol.robot import HANDSHAKE
 
 logger = logging.getLogger("clients")
 
@@ -109,7 +109,7 @@ Result = TypeVar("Result")
 Steps = Generator[Step, Any, Result]
 
 
-class Conversation:
+class ClientProtocol:
     """One client's side; the parameters are those of clients.PolicyClient. `metadata` is the server's handshake.
 
     Raises ConnectFailed where host and port make no URL.
