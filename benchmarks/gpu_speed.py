@@ -110,7 +110,7 @@ def time_calls(
         if call < warming:
             continue
         ran = prediction.dit_forwards // 2 - 1
-        flops = call_flops(bench.config, robot.session.start_frame - dit.num_frame_per_block, ran)
+        flops = call_flops(bench.config, robot.session.kv.resident_frames, ran)
         spent.append(robot.seconds)
         steps_run.append(ran)
         ratios.append(robot.seconds["dit"] / flops.seconds(linear_rate, rates["model"]))

@@ -194,8 +194,6 @@ class Rollout:
         seen = session.push_frames(frames)
         session.prompt = prompt
         restart = window is not Window.CONTINUED
-        if restart:
-            session.start_frame = 0
         try:
             with self._cache.call(session.kv):
                 with clock.phase("encode"):
@@ -213,10 +211,10 @@ class Rollout:
                 if restart:
                     video = torch.cat([latents, video], dim=2)
         except BaseException:
-            session.start_frame = 0
+            session.failed = True
             session.frames, session.called = seen_before  # the call may be tried again with the same frames
             raise
-        session.start_frame += self.config.dit.num_frame_per_block
+        session.failed = False
         session.calls += 1
         return Prediction(video[0], action[0], forwards, clock.seconds, window)
 
@@ -235,11 +233,12 @@ class Rollout:
             return Window.NEW
         if prompt != session.prompt:
             return Window.PROMPT
-        if session.start_frame == 0:
+        if session.failed:
             return Window.FAILED
         if session.kv.resident_frames == 0:
             return Window.EVICTED
-        return Window.BOUNDARY if self._cache.policy.restarts(session.start_frame) else Window.CONTINUED
+        frames_seen = session.kv.resident_frames + self.config.dit.num_frame_per_block  # the last denoised ones, too
+        return Window.BOUNDARY if self._cache.policy.restarts(frames_seen) else Window.CONTINUED
 
     def _start_window(self, session: Session, image: Tensor) -> Tensor:
         """Image conditioning and image K/V of a new window; returns the image latent (1, C, 1, H, W)."""
@@ -260,20 +259,19 @@ class Rollout:
     def _prefill(self, session: Session, latents: Tensor) -> int:
         """Make the K/V of clean latents (1, C, F, H, W) resident in both branches; returns the forwards run."""
         frames = latents.shape[2]
-        start = max(0, session.start_frame - frames)
+        start = session.kv.resident_frames
         tokens = self._model.dit.embed_tokens(latents.to(self.dtype), self._conditioning(session, start, frames))
         rotation = self._rope.rotation(start, frames, False, self.device)
         with self._cache.lease(session.kv, frames, commit=True) as plan:
             self._execution.prefill(tokens, self._clean_time, self._context(session, rotation, plan))
-        if session.start_frame == 0:
-            session.start_frame = frames
         return 2
 
     def _denoise(self, session: Session, state: Tensor, noise: Noise) -> tuple[Tensor, Tensor, int]:
         """Video latents (1, C, nf, H, W), action latents (1, 24, 32), and the number of steps that ran the DiT."""
         dit, block = self._model.dit, self.config.dit.num_frame_per_block
-        y = self._conditioning(session, session.start_frame, block)
-        rotation = self._rope.rotation(session.start_frame, block, True, self.device)
+        start = session.kv.resident_frames
+        y = self._conditioning(session, start, block)
+        rotation = self._rope.rotation(start, block, True, self.device)
         state = state.to(self.device, self.dtype).view(1, 1, -1)
         video, action = noise.video.to(self.device), noise.action.to(self.device)
         video_path, action_path = self._video_solver.start(video), self._action_solver.start(action)

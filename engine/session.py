@@ -27,17 +27,16 @@ class Window(StrEnum):
 class Session:
     """One episode.
 
-    start_frame: position of the next latent frame; 0 when the next call starts the window again.
     frames: the last stitched frames, each (h, w, 3) uint8. prompt: token ids of the last call, as bytes.
-    called: whether a call has been made.
+    called: whether a call has been made. failed: whether the last one did not come to its end.
     calls: how many have given actions.
     """
 
     kv: SessionKV
-    start_frame: int = 0
     frames: deque[Tensor] = field(default_factory=lambda: deque(maxlen=BUFFERED_FRAMES))
     prompt: bytes = b""
     called: bool = False
+    failed: bool = False
     calls: int = 0
 
     def push_frames(self, frames: Iterable[Tensor]) -> list[Tensor]:

@@ -108,7 +108,7 @@ def test_an_evicted_session_restarts_as_if_its_window_had_ended(engine, goldens)
 
     alone = Robot(engine, goldens["session"], "reference")
     alone.call()
-    alone.session.start_frame = engine.checkpoint.config.dit.window_frames  # the window ends here
+    alone.session.failed = True  # the next call begins a window
     assert same(evicted, alone.call())
     alone.leave()
 
@@ -191,7 +191,7 @@ def test_a_forward_that_raises_leaves_the_pool_as_before_and_the_session_restart
 
     robot.next -= 1  # the robot sends the observation again
     prediction = robot.call()
-    assert robot.session.start_frame == 3, "a fresh window"
+    assert robot.session.kv.resident_frames == 1, "a fresh window"
     assert same(prediction, reference[guidance][calls_before])
     robot.leave(), bystander.leave()
 
@@ -222,12 +222,12 @@ def test_a_call_that_raises_takes_no_frames_into_the_buffer(
 
 @pytest.fixture(scope="module")
 def reference(quick: dict[str, Engine], goldens) -> dict[str, list[Prediction]]:
-    """By guidance: call 0, and call 1 of a session whose window ended before it."""
+    """By guidance: call 0, and call 1 of a session that begins a window with it."""
     predictions = {}
     for guidance, engine in quick.items():
         robot = Robot(engine, goldens["session"], "reference")
         predictions[guidance] = [robot.call()]
-        robot.session.start_frame = engine.checkpoint.config.dit.window_frames
+        robot.session.failed = True
         predictions[guidance].append(robot.call())
         robot.leave()
     return predictions
