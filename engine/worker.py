@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.device_faults import is_lost, is_out_of_memory
+from engine.device_faults import MemoryRetry, is_lost
 from engine.fair_queue import FairQueue, Peer
 from engine.watchdog import Watchdog
 from protocol.robot import Observation
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 LoadPolicy = Callable[[Callable[[str], None]], "Policy"]
 
-_OUT_OF_MEMORY_CALLS_TO_GIVE_UP = 3
-_SECONDS_WITHOUT_MEMORY = 30.0
 _DIED = "the engine died"  # what robots are told; what it died of is in `finished`
 
 
@@ -96,8 +94,7 @@ class EngineWorker:
         self._watchdog = Watchdog(self._doubt, self._hung)
         self._doubted = False
         self._not_ready: str | None = "starting"
-        self._out_of_memory_calls = 0
-        self._out_of_memory_until = 0.0
+        self._memory = MemoryRetry()
         self._policy: Policy | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -111,14 +108,8 @@ class EngineWorker:
 
     @property
     def not_ready(self) -> str | None:
-        """None when calls are served, else why not (or not for certain), in words.
-
-        After three calls in a row without memory that lasts until one succeeds, or half a minute: where a balancer
-        sends robots to servers that are ready, no call would ever come to show that there is memory again.
-        """
-        if self._not_ready is None and time.monotonic() < self._out_of_memory_until:
-            return f"{self._out_of_memory_calls} calls in a row ran out of device memory"
-        return self._not_ready
+        """None when calls are served, else why not (or not for certain), in words."""
+        return self._not_ready or self._memory.lacking
 
     def infer(self, session_id: str, observation: Observation, peer: Peer | None = None) -> Future[Chunk]:
         """Queue one call of the policy. A future that is cancelled while it waits is never run.
@@ -331,39 +322,11 @@ class EngineWorker:
 
     def _call(self, queued_at: float, session_id: str, observation: Observation, policy: Policy) -> Chunk:
         started_at = time.monotonic()
-        chunk = self._infer(policy, session_id, observation)
+        chunk = self._memory.call(lambda: policy.infer(session_id, observation), policy.free_caches)
         if self._recorder is not None:
             self._recorder.add(session_id, chunk)
         of_all = {"wait": started_at - queued_at, "infer": time.monotonic() - started_at}
         return replace(chunk, seconds=of_all | chunk.seconds)
-
-    def _infer(self, policy: Policy, session_id: str, observation: Observation) -> Chunk:
-        """One call, and a second try with emptied caches when the device has no memory left for it."""
-        try:
-            chunk = policy.infer(session_id, observation)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            log.warning("out of device memory: freeing caches and trying once more")
-        else:
-            self._out_of_memory(calls=0)
-            return chunk
-        # Outside the handler, where the error's traceback no longer holds the failed call's tensors.
-        policy.free_caches()
-        try:
-            chunk = policy.infer(session_id, observation)
-        except Exception as error:
-            if is_out_of_memory(error):
-                self._out_of_memory(calls=self._out_of_memory_calls + 1)
-            raise
-        self._out_of_memory(calls=0)
-        return chunk
-
-    def _out_of_memory(self, calls: int) -> None:
-        """Keep count of calls in a row that had no memory; see `not_ready`."""
-        lost = calls >= _OUT_OF_MEMORY_CALLS_TO_GIVE_UP
-        self._out_of_memory_calls = calls
-        self._out_of_memory_until = time.monotonic() + _SECONDS_WITHOUT_MEMORY if lost else 0.0
 
 
 def _fail(jobs: list[_Job], error: Exception) -> None:

@@ -247,7 +247,7 @@ def test_three_calls_in_a_row_without_memory_end_readiness_until_one_succeeds(st
 def test_readiness_returns_in_time_without_a_call_and_the_next_one_without_memory_ends_it(start, monkeypatch) -> None:
     """A balancer sends nobody to a server that is not ready, so no call would come to succeed."""
     worker, _ = start(out_of_memory_in_calls(*range(1, 9)))
-    monkeypatch.setattr("engine.worker._SECONDS_WITHOUT_MEMORY", 0.5)
+    monkeypatch.setattr("engine.device_faults._SECONDS_WITHOUT_MEMORY", 0.5)
     for _ in range(3):
         with pytest.raises(torch.OutOfMemoryError):
             call(worker, "a").result(SECONDS)
@@ -255,7 +255,7 @@ def test_readiness_returns_in_time_without_a_call_and_the_next_one_without_memor
     while worker.not_ready is not None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    monkeypatch.setattr("engine.worker._SECONDS_WITHOUT_MEMORY", 1000.0)
+    monkeypatch.setattr("engine.device_faults._SECONDS_WITHOUT_MEMORY", 1000.0)
     with pytest.raises(torch.OutOfMemoryError):
         call(worker, "a").result(SECONDS)
     assert worker.not_ready == "4 calls in a row ran out of device memory"
