@@ -12,7 +12,7 @@ from benchmarks.flops import call_flops
 from benchmarks.gpu_model import Bench, free
 from benchmarks.gpu_report import Verdict, begin_table, show_row
 from benchmarks.machine import peak_resident_bytes
-from engine.model.step_cache import parse_step_cache
+from engine.model.step_cache import step_cache_settings
 from engine.rollout import Prediction, RolloutSettings
 
 STEPS = 16
@@ -44,7 +44,7 @@ class Way:
     def settings(self) -> RolloutSettings:
         return RolloutSettings(
             steps=STEPS,
-            step_cache=parse_step_cache(self.step_cache, STEPS),
+            step_cache=step_cache_settings(self.step_cache),
             execution=self.execution,
             guidance=self.guidance,
         )

@@ -19,7 +19,7 @@ from benchmarks.flops import call_flops
 from benchmarks.machine import machine
 from engine.execution import EXECUTIONS
 from engine.model.config import parse_config
-from engine.model.step_cache import parse_step_cache
+from engine.model.step_cache import step_cache_settings
 from engine.presets import PRESETS, Preset
 from engine.rollout import Rollout
 from engine.session import Session
@@ -78,7 +78,7 @@ def run_file(golden: Golden, ways: list[Way]) -> None:
 
 def _with_preset(engine: Engine, preset: Preset) -> Engine:
     """The same model and cache, denoising as the preset says."""
-    step_cache = parse_step_cache(preset.step_cache, preset.steps)
+    step_cache = step_cache_settings(preset.step_cache)
     settings = replace(engine.settings, steps=preset.steps, step_cache=step_cache)
     rollout = Rollout(engine.model, engine.cache, engine.checkpoint.tokenizer, settings)
     return replace(engine, settings=settings, rollout=rollout)

@@ -37,10 +37,8 @@ def resolve(settings: EngineSettings, has_fp8: bool) -> Preset:
     """What the settings' preset stands for on a device, with what they give singly in its place.
 
     A mask is made for its preset's number of steps: with another number, all are computed unless `step_cache` is given.
-    has_fp8: whether the device gains by float8. Raises ValueError where there is no preset of that name.
+    has_fp8: whether the device gains by float8.
     """
-    if settings.preset not in PRESETS:
-        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, found {settings.preset!r}")
     preset = PRESETS[settings.preset]
     own = {"steps": settings.steps, "step_cache": settings.step_cache, "fp8": settings.fp8}
     given = {name: value for name, value in own.items() if value is not None}

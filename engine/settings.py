@@ -1,72 +1,178 @@
-"""What the engine is told from outside: one typed object, filled by the server's command line or by a test."""
+"""What the engine is told from outside: one typed object, checked as it is made, before torch is imported.
 
-from dataclasses import dataclass
+How a field's text is read, its range and its help stand with the field; the command line is made from them.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
+
+STEPS_OF_MASKS = 16
+"""The release's step masks are made for so many denoising steps."""
+
+PresetName = Literal["release", "quality", "fast"]
+StepCacheName = Literal["none", "mask-5", "mask-6", "mask-7", "mask-8", "velocity"]
+
+
+def setting(default: Any, description: str, metavar: str | None = None, **constraints: Any) -> Any:
+    """A field. description: its help. metavar: what stands for its value there. constraints: as pydantic has them."""
+    return Field(default, description=description, json_schema_extra={"metavar": metavar}, **constraints)
+
+
+def explain(error: ValidationError, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What is wrong with settings, in one line: the first of them at fault, what is expected there, what was found.
+
+    names: of fields that are to be called something else than their flag.
+    """
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    field = str(first["loc"][0])
+    return f"{names.get(field, field.replace('_', '-'))}: expected {_expected(first)}, found {first['input']!r}"
+
+
+def _expected(error: ErrorDetails) -> str:
+    context = error.get("ctx", {})
+    match error["type"].removesuffix("_parsing").removesuffix("_type"):
+        case "literal_error":
+            return f"one of {context['expected'].replace(' or ', ', ')}".replace("'", "")
+        case "greater_than_equal":
+            return f"{context['ge']:g} or more"
+        case "greater_than":
+            return f"more than {context['gt']:g}"
+        case "less_than_equal":
+            return f"at most {context['le']:g}"
+        case "finite_number":
+            return "a finite number"
+        case "int" | "int_from_float":
+            return "a whole number"
+        case "float":
+            return "a number"
+        case "bool":
+            return "yes or no"
+        case "byte_size" | "byte_size_unit":
+            return "bytes, or a size such as 8GiB"
+        case "string_pattern_mismatch":
+            return "auto, cpu, cuda or cuda:N"
+    return error["msg"]
+
+
+def _between_commas(value: object) -> object:
+    return value.split(",") if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Everything that decides how a policy is loaded and run. Defaults do what the public release does unless told
-    otherwise (spec section 4).
+    """Everything that decides how a policy is loaded and run.
 
-    checkpoint: "tiny", "mid", "droid-2l" or "wan22-tiny" (built in, synthetic weights), a directory in the release's
-    layout, or the hub id of one.
-    base_checkpoint: directory or hub id of what a LoRA fine-tune is based on, unless it holds those weights itself.
-    revision: branch, tag or commit of the checkpoint on the hub. tokenizer: directory or hub id of the tokenizer, where
-    it is not the release's, google/umt5-xxl.
-    embodiment: the kind of robot: "oxe_droid", or a YAML file that describes another one (docs/embodiments.md).
-    device: a torch device, or "auto" for CUDA where there is one and the CPU elsewhere.
-    preset: quality against speed: "release" computes 8 of 16 steps, as the release does (--steps 16 --step-cache
-    mask-8), "quality" all of them (--steps 16 --step-cache none), "fast" 5 (--steps 16 --step-cache mask-5), with --fp8
-    where the card has it. A setting given singly takes the preset's place.
-    steps: denoising steps of a call (default: the preset's). guidance_scale: weight of the conditional video velocity.
-    sigma_shift: shift of the noise schedule.
-    seed: of the noise. seed_per: "call" for the same noise at every call, as the release does, or "session" for noise
-    of its own at every call of every session, which a session of the same id gets again.
-    step_cache: which steps the model computes: all ("none"), 5 to 8 of 16 ("mask-5" to "mask-8"), or as the velocity
-    turns ("velocity") (default: the preset's, or "none" where steps are given that its mask is not made for).
-    velocity_thresholds: cosine similarities above which "velocity" skips steps, falling.
-    velocity_countdowns: how many steps it skips above each.
-    dtype: "float32", "bfloat16", or "auto" for bfloat16 on CUDA and float32 elsewhere.
-    fp8: multiply in 8-bit floating point in the transformer's blocks: half their weights' memory; on CUDA from
-    capability 8.9 (Ada, Hopper) on (default: the preset's).
-    text_encoder_device: "auto" for where the rest of the model is, or "cpu" to keep the text encoder off the GPU: 9 GB
-    less there, and a longer wait for each new prompt.
-    execution: how the transformer runs: "eager", "compile" (torch.compile), "graph" (compiled and replayed as CUDA
-    graphs), or "auto" for graph on CUDA and eager elsewhere. guidance: both guidance branches "batched" in one
-    forward, or "separate" in two. vae_channels_last: convolve with channels innermost, which is faster on CPUs and GPUs
-    alike.
-    warm_up: calls made at start-up so that the first robot waits for nothing: "required" where their failure ends the
-    start, "optional" where it is logged, "off" for none.
-    attention_backend: "flash-attn-3", "flash-attn-4", "triton", "sdpa", or "auto" for the best that can run
-    here.
-    save_video: directory for each finished episode's predicted video and actions.
-    kv_fraction: part of the device's free memory, after the weights, that the KV pool takes on CUDA.
-    kv_bytes: absolute size of the KV pool in bytes; overrides kv_fraction. On a CPU the default is 512 MiB.
+    Defaults do what the public release does unless told otherwise (docs/model.md section 4). Raises ValidationError,
+    a ValueError that `explain` puts into one line.
     """
 
-    checkpoint: str = "tiny"
-    base_checkpoint: str | None = None
-    revision: str | None = None
-    tokenizer: str | None = None
-    embodiment: str = "oxe_droid"
-    device: str = "auto"
-    preset: str = "release"
-    steps: int | None = None
-    guidance_scale: float = 5.0
-    sigma_shift: float = 5.0
-    seed: int = 1140
-    seed_per: str = "call"
-    step_cache: str | None = None
-    velocity_thresholds: str = "0.95,0.93"
-    velocity_countdowns: str = "4,2"
-    dtype: str = "auto"
-    fp8: bool | None = None
-    text_encoder_device: str = "auto"
-    execution: str = "auto"
-    guidance: str = "batched"
-    vae_channels_last: bool = True
-    warm_up: str = "required"
-    attention_backend: str = "auto"
-    save_video: str | None = None
-    kv_fraction: float = 0.8
-    kv_bytes: int | None = None
+    checkpoint: str = setting(
+        "tiny",
+        "a directory in the release's layout, the hub id of one, or a built-in one with synthetic weights: tiny, mid, "
+        "droid-2l, wan22-tiny",
+    )
+    base_checkpoint: str | None = setting(
+        None, "directory or hub id of what a LoRA fine-tune is based on, unless it holds those weights itself"
+    )
+    revision: str | None = setting(None, "branch, tag or commit of the checkpoint on the hub")
+    tokenizer: str | None = setting(
+        None, "directory or hub id of the tokenizer, where it is not the release's, google/umt5-xxl"
+    )
+    embodiment: str = setting(
+        "oxe_droid", "the kind of robot: oxe_droid, or a YAML file that describes another one (docs/embodiments.md)"
+    )
+    device: str = setting(
+        "auto",
+        "auto for CUDA where there is one and the CPU elsewhere, cpu, cuda, or cuda:N",
+        pattern=r"^(auto|cpu|cuda|cuda:\d{1,3})$",
+    )
+    preset: PresetName = setting(
+        "release",
+        "quality against speed: release computes 8 of 16 steps, as the release does (--steps 16 --step-cache mask-8), "
+        "quality all of them (--steps 16 --step-cache none), fast 5 (--steps 16 --step-cache mask-5), with --fp8 where "
+        "the card has it. A setting given singly takes the preset's place",
+    )
+    steps: int | None = setting(None, "denoising steps of a call (default: the preset's)", ge=1)
+    guidance_scale: float = setting(5.0, "weight of the conditional video velocity", allow_inf_nan=False)
+    sigma_shift: float = setting(5.0, "shift of the noise schedule", gt=0, allow_inf_nan=False)
+    seed: int = setting(1140, "seed of the noise", ge=0, le=2**63 - 1)
+    seed_per: Literal["call", "session"] = setting(
+        "call",
+        "call for the same noise at every call, as the release does, or session for noise of its own at every call of "
+        "every session, which a session of the same id gets again",
+    )
+    step_cache: StepCacheName | None = setting(
+        None,
+        "which steps the model computes: all (none), 5 to 8 of 16 (mask-5 to mask-8), or as the velocity turns "
+        "(velocity) (default: the preset's, or none where steps are given that its mask is not made for)",
+    )
+    velocity_thresholds: Annotated[tuple[float, ...], BeforeValidator(_between_commas)] = setting(
+        (0.95, 0.93), "cosine similarities above which velocity skips steps, falling", metavar="X,X"
+    )
+    velocity_countdowns: Annotated[tuple[int, ...], BeforeValidator(_between_commas)] = setting(
+        (4, 2), "how many steps velocity skips above each threshold", metavar="N,N"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "auto for bfloat16 on CUDA and float32 elsewhere")
+    fp8: bool | None = setting(
+        None,
+        "multiply in 8-bit floating point in the transformer's blocks: half their weights' memory; on CUDA from "
+        "capability 8.9 (Ada, Hopper) on (default: the preset's)",
+    )
+    text_encoder_device: Literal["auto", "cpu"] = setting(
+        "auto",
+        "auto for where the rest of the model is, or cpu to keep the text encoder off the GPU: 9 GB less there, and a "
+        "longer wait for each new prompt",
+    )
+    execution: Literal["auto", "eager", "compile", "graph"] = setting(
+        "auto",
+        "how the transformer runs: eager, compile (torch.compile), graph (compiled and replayed as CUDA graphs), or "
+        "auto for graph on CUDA and eager elsewhere",
+    )
+    guidance: Literal["batched", "separate"] = setting(
+        "batched", "both guidance branches batched in one forward, or separate in two"
+    )
+    vae_channels_last: bool = setting(True, "convolve with channels innermost, which is faster on CPUs and GPUs alike")
+    warm_up: Literal["required", "optional", "off"] = setting(
+        "required",
+        "calls made at start-up so that the first robot waits for nothing: required where their failure ends the "
+        "start, optional where it is logged, off for none",
+    )
+    attention_backend: Literal["auto", "flash-attn-3", "flash-attn-4", "triton", "sdpa"] = setting(
+        "auto", "auto for the best that can run here, or one by its name"
+    )
+    save_video: Path | None = setting(
+        None, "directory for each finished episode's predicted video and actions", metavar="DIR"
+    )
+    kv_fraction: float = setting(
+        0.8, "part of the device's free memory, after the weights, that the KV pool takes on CUDA", gt=0, le=1
+    )
+    kv_bytes: ByteSize | None = setting(
+        None,
+        "absolute size of the KV pool, in bytes or such as 8GiB; overrides kv-fraction. On a CPU the default is 512MiB",
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        thresholds, countdowns = self.velocity_thresholds, self.velocity_countdowns
+        if not thresholds or not all(high > low for high, low in pairwise((1.0, *thresholds, -1.0))):
+            raise ValueError(
+                f"velocity-thresholds: expected falling numbers between 1 and -1 such as 0.95,0.93, found {thresholds}"
+            )
+        if len(countdowns) != len(thresholds) or min(countdowns) < 1:
+            raise ValueError(
+                f"velocity-countdowns: expected {len(thresholds)} whole numbers of at least 1, one for each "
+                f"threshold, found {countdowns}"
+            )
+        is_mask = self.step_cache is not None and self.step_cache.startswith("mask-")
+        if is_mask and self.steps not in (None, STEPS_OF_MASKS):
+            raise ValueError(f"step-cache: {self.step_cache} is made for {STEPS_OF_MASKS} steps, not for {self.steps}")
+        return self

@@ -322,7 +322,7 @@ class EngineWorker:
 
     def _call(self, queued_at: float, session_id: str, observation: Observation, policy: Policy) -> Chunk:
         started_at = time.monotonic()
-        chunk = self._memory.call(lambda: policy.infer(session_id, observation), policy.free_caches)
+        chunk = self._memory.call(partial(policy.infer, session_id, observation), lambda: policy.free_caches())
         if self._recorder is not None:
             self._recorder.add(session_id, chunk)
         of_all = {"wait": started_at - queued_at, "infer": time.monotonic() - started_at}

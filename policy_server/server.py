@@ -10,7 +10,6 @@ import socket
 import ssl
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any, Self, cast
 
 from websockets.asyncio.server import Server, ServerConnection, serve
@@ -54,7 +53,7 @@ class PolicyServer:
         self.settings = settings
         self._recorder: Recorder | None = None
         if settings.engine.save_video is not None:
-            self._recorder = Recorder(Path(settings.engine.save_video), episode_name)
+            self._recorder = Recorder(settings.engine.save_video, episode_name)
         self.engine = EngineWorker(load, max_queue=settings.max_queue, recorder=self._recorder)
         # Whoever connects, names sessions and leaves, over and over, does not fill the disk.
         self._comings_and_goings = LogBudget(at_once=1000, seconds=0.1)

@@ -1,19 +1,18 @@
 """Which denoising steps run the DiT; at the others the solver goes on with the last velocity (spec section 4)."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 RELEASE_MASKS = {
-    8: "1110001000100111",
-    7: "1110001000100011",
-    6: "1100010000100011",
-    5: "1110000100001000",
+    "mask-8": "1110001000100111",
+    "mask-7": "1110001000100011",
+    "mask-6": "1100010000100011",
+    "mask-5": "1110000100001000",
 }
-"""The release's fixed masks over 16 steps, by the number of steps that run."""
+"""The release's fixed masks over 16 steps; the name says how many run."""
 
 
 class StepCache(Protocol):
@@ -46,44 +45,15 @@ class StepCacheSettings:
         return VelocityCache(self.thresholds, self.countdowns)
 
 
-def parse_step_cache(
-    name: str, steps: int, velocity_thresholds: str = "0.95,0.93", velocity_countdowns: str = "4,2"
+def step_cache_settings(
+    name: str, velocity_thresholds: tuple[float, ...] = (0.95, 0.93), velocity_countdowns: tuple[int, ...] = (4, 2)
 ) -> StepCacheSettings:
-    """Settings by their name on the command line: "none", "mask-5" to "mask-8", "velocity".
-
-    velocity_thresholds, velocity_countdowns: for "velocity", numbers with commas between; the release's by default.
-    Raises ValueError naming the choices, or where a mask does not fit the number of steps or the numbers each other.
-    """
+    """By the name on the command line: "none", "mask-5" to "mask-8" for 16 steps, "velocity" by these numbers."""
+    if name == "velocity":
+        return StepCacheSettings(thresholds=velocity_thresholds, countdowns=velocity_countdowns)
     if name == "none":
         return StepCacheSettings()
-    if name == "velocity":
-        return _velocity(velocity_thresholds, velocity_countdowns)
-    masks = {f"mask-{count}": mask for count, mask in RELEASE_MASKS.items()}
-    if name not in masks:
-        raise ValueError(f"step cache must be one of none, velocity, {', '.join(sorted(masks))}; found {name!r}")
-    mask = tuple(digit == "1" for digit in masks[name])
-    if steps != len(mask):
-        raise ValueError(f"step cache {name} is made for {len(mask)} steps, not for {steps}")
-    return StepCacheSettings(mask=mask)
-
-
-def _velocity(thresholds_text: str, countdowns_text: str) -> StepCacheSettings:
-    try:
-        thresholds = tuple(float(text) for text in thresholds_text.split(","))
-    except ValueError:
-        thresholds = ()
-    falling = all(high > low for high, low in pairwise((*thresholds, -1.0)))
-    if not thresholds or not falling or thresholds[0] >= 1:
-        raise ValueError(
-            f"velocity thresholds must be falling numbers between 1 and -1 such as 0.95,0.93; found {thresholds_text!r}"
-        )
-    countdowns = tuple(int(text) if text.strip().isdecimal() else 0 for text in countdowns_text.split(","))
-    if len(countdowns) != len(thresholds) or min(countdowns) < 1:
-        raise ValueError(
-            f"velocity countdowns must be {len(thresholds)} whole numbers of at least 1, one for each threshold; "
-            f"found {countdowns_text!r}"
-        )
-    return StepCacheSettings(thresholds=thresholds, countdowns=countdowns)
+    return StepCacheSettings(mask=tuple(digit == "1" for digit in RELEASE_MASKS[name]))
 
 
 class MaskCache:

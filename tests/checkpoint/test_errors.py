@@ -286,12 +286,8 @@ def test_our_reading_of_a_header_is_the_library_s(tmp_path: Path) -> None:
         ({"checkpoint": "a/\0"}, r"'a/\\x00' is neither a directory nor a hub id"),
         ({"embodiment": "x" * 300}, "is neither built in"),
         ({"checkpoint": "tiny", "base_checkpoint": "mid"}, r"'tiny' is built in: it takes no base"),
-        ({"device": "toaster"}, "not a torch device"),
-        ({"device": "meta"}, "'meta' is not supported; try auto, cpu or cuda"),
         ({"device": "cuda:99"}, r"torch sees \d+ CUDA devices"),
-        ({"kv_fraction": 7.0}, "kv-fraction: expected more than 0, at most 1, found 7.0"),
         ({"attention_backend": "flash-attn-3", "device": "cpu"}, "'flash-attn-3' cannot run here"),
-        ({"step_cache": "mask-8", "steps": 4}, "made for 16 steps"),
         ({"kv_bytes": 1000}, r"one session needs .* MiB"),
     ],
 )

@@ -1,5 +1,7 @@
 import dataclasses
+import importlib.metadata
 import sys
+import typing
 from pathlib import Path
 from subprocess import run
 
@@ -24,12 +26,19 @@ def test_nothing_given_is_the_defaults() -> None:
 
 def test_every_setting_of_server_and_engine_can_be_given_both_ways() -> None:
     values: dict[str, str] = {}
-    odd = {"log_level": "debug", "api_key": "k", "allow_origin": "*", "reply": "array", "ping_timeout": "8"}
-    for field in (*dataclasses.fields(ServerSettings), *dataclasses.fields(EngineSettings)):
-        if field.name in ("engine", "api_key_file"):
+    odd = {
+        "api_key": "k", "allow_origin": "*", "ping_timeout": "8", "device": "cpu", "velocity_thresholds": "0.7,0.6",
+        "velocity_countdowns": "7,7", "kv_fraction": "0.7", "steps": "16",
+    }  # fmt: skip
+    fields = typing.get_type_hints(ServerSettings) | typing.get_type_hints(EngineSettings)
+    for name, kind in fields.items():
+        if name in ("engine", "api_key_file"):
             continue
-        usual = "yes" if field.type in (bool, bool | None) else "7"
-        values[field.name] = odd.get(field.name, usual)
+        usual = "yes" if kind in (bool, bool | None) else "7"
+        for each in (kind, *typing.get_args(kind)):
+            if typing.get_origin(each) is typing.Literal:
+                usual = typing.get_args(each)[-1]
+        values[name] = odd.get(name, usual)
     flags = [
         part
         for name, value in values.items()
@@ -38,12 +47,17 @@ def test_every_setting_of_server_and_engine_can_be_given_both_ways() -> None:
     from_flags = parse(*flags)
     from_environment = parse(**{f"DREAMZERO_{name.upper()}": value for name, value in values.items()})
     assert from_flags == from_environment
-    assert from_flags.engine.steps == 7
+    assert from_flags.engine.steps == 16
+    assert from_flags.engine.step_cache == "velocity"
+    assert from_flags.engine.velocity_thresholds == (0.7, 0.6)
     assert from_flags.engine.kv_bytes == 7
     assert isinstance(from_flags.engine.guidance_scale, float)
     assert from_flags.tls_cert == Path("7")
     assert from_flags.debug
-    assert all(getattr(from_flags, f.name) != f.default for f in dataclasses.fields(ServerSettings) if f.name in values)
+    usual = dataclasses.asdict(ServerSettings()) | dataclasses.asdict(EngineSettings())
+    given = dataclasses.asdict(from_flags) | dataclasses.asdict(from_flags.engine)
+    unchanged = {name for name in values if given[name] == usual[name]}
+    assert unchanged == {"vae_channels_last"}, "a flag that is on anyway"
 
 
 def test_the_command_line_wins_over_the_environment() -> None:
@@ -73,8 +87,34 @@ def test_a_key_on_the_command_line_wins_however_the_environment_gives_another(tm
     ("arguments", "environment", "named"),
     [
         (["--port", "70000"], {}, "port"),
-        (["--port", "many"], {}, "--port"),
-        (["--steps", "many"], {}, "--steps"),
+        (["--port", "many"], {}, "port: expected a whole number, found 'many'"),
+        (["--steps", "many"], {}, "steps: expected a whole number, found 'many'"),
+        (["--steps", "0"], {}, "steps: expected 1 or more, found '0'"),
+        (["--preset", "best"], {}, "preset: expected one of release, quality, fast, found 'best'"),
+        (["--guidance", "both"], {}, "guidance: expected one of batched, separate, found 'both'"),
+        (["--guidance-scale", "nan"], {}, "guidance-scale: expected a finite number, found 'nan'"),
+        (["--sigma-shift", "0"], {}, "sigma-shift: expected more than 0, found '0'"),
+        (["--seed", "-1"], {}, "seed: expected 0 or more, found '-1'"),
+        (["--seed-per", "robot"], {}, "seed-per: expected one of call, session, found 'robot'"),
+        (["--dtype", "float16"], {}, "dtype: expected one of auto, float32, bfloat16, found 'float16'"),
+        (["--text-encoder-device", "cuda"], {}, "text-encoder-device: expected one of auto, cpu, found 'cuda'"),
+        (["--execution", "fast"], {}, "execution: expected one of auto, eager, compile, graph, found 'fast'"),
+        (["--warm-up", "no"], {}, "warm-up: expected one of required, optional, off, found 'no'"),
+        (["--attention-backend", "flash"], {}, "attention-backend: expected one of auto, flash-attn-3, flash-attn-4"),
+        (["--step-cache", "mask-4"], {}, "step-cache: expected one of none, mask-5, mask-6, mask-7, mask-8, velocity"),
+        (["--step-cache", "mask-8", "--steps", "4"], {}, "step-cache: mask-8 is made for 16 steps, not for 4"),
+        (["--velocity-thresholds", "0.93,0.95"], {}, "velocity-thresholds: expected falling numbers"),
+        (["--velocity-thresholds", "1,0.5"], {}, "velocity-thresholds: expected falling numbers"),
+        (["--velocity-thresholds", "nan,0.5"], {}, "velocity-thresholds: expected falling numbers"),
+        (["--velocity-thresholds", "high"], {}, "velocity-thresholds: expected a number, found 'high'"),
+        (["--velocity-countdowns", "4"], {}, "velocity-countdowns: expected 2 whole numbers"),
+        (["--velocity-countdowns", "4,0"], {}, "velocity-countdowns: expected 2 whole numbers"),
+        (["--velocity-countdowns", "4,1.5"], {}, "velocity-countdowns: expected a whole number, found '1.5'"),
+        (["--device", "toaster"], {}, "device: expected auto, cpu, cuda or cuda:N, found 'toaster'"),
+        (["--device", "meta"], {}, "device: expected auto, cpu, cuda or cuda:N, found 'meta'"),
+        (["--kv-fraction", "7"], {}, "kv-fraction: expected at most 1, found '7'"),
+        (["--kv-bytes", "lots"], {}, "kv-bytes: expected bytes, or a size such as 8GiB, found 'lots'"),
+        ([], {"DREAMZERO_KV_BYTES": "-1"}, "DREAMZERO_KV_BYTES: expected"),
         (["--no-such-thing"], {}, "--no-such-thing"),
         (["--max-q", "3"], {}, "--max-q"),
         ([], {"DREAMZERO_PORT": "many"}, "DREAMZERO_PORT"),
@@ -116,7 +156,23 @@ def test_the_program_says_one_line_and_exits_2() -> None:
     done = run([sys.executable, "-m", "policy_server", "--port", "many"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "--port" in done.stderr
+    assert "port: expected a whole number" in done.stderr
+
+
+def test_the_version_is_told() -> None:
+    done = run([sys.executable, "-m", "policy_server", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, importlib.metadata.version("dreamzero-policy-server"))
+
+
+@pytest.mark.parametrize(("text", "size"), [("8GiB", 8 * 2**30), ("512MiB", 2**29), ("2GB", 2 * 10**9), ("1000", 1000)])
+def test_sizes_are_bytes_or_have_a_unit(text: str, size: int) -> None:
+    assert parse("--kv-bytes", text).engine.kv_bytes == size
+
+
+def test_nothing_is_imported_for_a_bad_setting_that_takes_seconds() -> None:
+    code = "import sys, policy_server.settings as s; s.parse_settings([]); print('torch' in sys.modules)"
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False"
 
 
 def test_help_explains_every_setting() -> None:
