@@ -1,4 +1,4 @@
-"""Floating-point operations of the DiT's forwards, counted from the sizes (spec section 7).
+"""Floating-point operations of the DiT's forwards, counted from the sizes (model.md section 7).
 
 A multiplication with its addition counts as two. What is not a matrix product (norms, rotations, gates) is left out.
 """

@@ -1,4 +1,4 @@
-"""Forwards of the DiT the straightforward way (spec section 3), for `benchmarks.plain_rollout`.
+"""Forwards of the DiT the straightforward way (model.md section 3), for `benchmarks.plain_rollout`.
 
 The time embedding is computed for every token, the contexts and their K/V and the table of rotations in every forward,
 and resident K/V is one tensor a layer, grown by `cat` and cut by slicing. The weights are the model's.
@@ -43,7 +43,7 @@ class DenseKV:
 
 
 class PlainDiT:
-    """Forwards of the DiT, as spec section 3 says them."""
+    """Forwards of the DiT, as model.md section 3 says them."""
 
     def __init__(self, model: Model) -> None:
         self.weights = model.dit

@@ -1,4 +1,4 @@
-"""The rollout of spec section 4 the straightforward way, as the thing the engine is compared with.
+"""The rollout of model.md section 4 the straightforward way, as the thing the engine is compared with.
 
 From one call to the next it keeps what a window needs: resident self-attention K/V, CLIP features and image
 conditioning. All else is computed anew, the text at every call, contexts and their K/V in every forward.

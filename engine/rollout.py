@@ -1,4 +1,4 @@
-"""One call of the policy (spec section 4): restart or continue the window, prefill, denoise."""
+"""One call of the policy (model.md section 4): restart or continue the window, prefill, denoise."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""What a rollout remembers of an episode between calls (spec section 4)."""
+"""What a rollout remembers of an episode between calls (model.md section 4)."""
 
 from collections import deque
 from collections.abc import Iterable

@@ -71,7 +71,7 @@ def _between_commas(value: object) -> object:
 class EngineSettings:
     """Everything that decides how a policy is loaded and run.
 
-    Defaults do what the public release does unless told otherwise (docs/model.md section 4). Raises ValidationError,
+    Defaults do what the public release does unless told otherwise (model.md section 4). Raises ValidationError,
     a ValueError that `explain` puts into one line.
     """
 

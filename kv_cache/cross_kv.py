@@ -1,4 +1,4 @@
-"""Cross-attention K/V: the text K/V by prompt, shared and counted; the image K/V by session (spec section 3.7)."""
+"""Cross-attention K/V: the text K/V by prompt, shared and counted; the image K/V by session (model.md section 3.7)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

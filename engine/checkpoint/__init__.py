@@ -1,1 +1,1 @@
-"""Checkpoints in the release's layout: from a name or a directory to sizes, statistics and weights (spec section 2)."""
+"""Checkpoints in the release's layout: from a name to sizes, statistics and weights (model.md section 2)."""

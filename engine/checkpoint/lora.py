@@ -1,4 +1,4 @@
-"""LoRA fine-tunes: small matrices A and B beside weights W; the model runs on W + (alpha / rank) B A (spec section 2).
+"""LoRA fine-tunes: small matrices A and B beside weights W, run on W + (alpha / rank) B A (model.md section 2).
 
 Such checkpoints name the transformer's entries as the PEFT library does: `base_model.model.` in front, `.base_layer.`
 before the leaf of a weight that has an adapter, `.lora_A.weight` and `.lora_B.weight` beside it, perhaps with the

@@ -1,4 +1,4 @@
-"""Where each parameter of each component stands in a checkpoint (spec sections 2 and 8).
+"""Where each parameter of each component stands in a checkpoint (model.md sections 2 and 8).
 
 The library classes name their parameters in their own way. Rules below turn such a name, one after the other, into the
 checkpoint's; the component's prefix goes in front.

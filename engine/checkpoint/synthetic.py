@@ -96,7 +96,7 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
         image={"vision_dim": 1280, "vision_heads": 16, "vision_layers": 2},
         vae={"z_dim": 16, "dim": 96},
     ),
-    # The small backbone (spec section 8), smaller still.
+    # The small backbone (model.md section 8), smaller still.
     "wan22-tiny": _config(
         view=(44, 80),
         dit={

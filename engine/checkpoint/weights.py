@@ -78,7 +78,7 @@ class StoredWeights:
             if adapter := self.adapters.get(name):
                 return f"{adapter.a} adapts {name!r}, but there is no such weight: --base-checkpoint must name its base"
             return f"{self._directory} has no entry {name!r}, expected with shape {list(shape)}"
-        # Norm scales of a VAE may differ in trailing dimensions of one (spec section 8).
+        # Norm scales of a VAE may differ in trailing dimensions of one (model.md section 8).
         if _without_ones(stored.shape) != _without_ones(shape):
             return f"{stored} has shape {list(stored.shape)}, expected {list(shape)}"
         if stored.dtype not in DTYPES:

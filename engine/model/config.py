@@ -1,4 +1,4 @@
-"""Sizes of a model, read from a checkpoint's `config.json` (spec sections 1, 2 and 8). Missing keys are DROID's."""
+"""Sizes of a model, read from a checkpoint's `config.json` (model.md sections 1, 2 and 8). Missing keys are DROID's."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class DitConfig:
-    """The causal video-and-action transformer (spec section 3)."""
+    """The causal video-and-action transformer (model.md section 3)."""
 
     model_type: str = "i2v"
     dim: int = 5120
@@ -89,7 +89,7 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class VaeConfig:
-    """The video autoencoder. `wan22` is the 48-channel one of the small backbone (spec section 8)."""
+    """The video autoencoder. `wan22` is the 48-channel one of the small backbone (model.md section 8)."""
 
     dim: int = 96
     z_dim: int = 16

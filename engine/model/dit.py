@@ -1,4 +1,4 @@
-"""The causal video-and-action diffusion transformer, inference only (spec section 3).
+"""The causal video-and-action diffusion transformer, inference only (model.md section 3).
 
 Module names are the checkpoint's, but for self-attention's q, k and v, which are one layer here. The order below is a
 forward's: embed the tokens, embed the time, run the blocks, read video and action off the last hidden state. A forward

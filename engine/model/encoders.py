@@ -1,4 +1,4 @@
-"""From camera frames to what the transformer takes: latents, image conditioning, image features (spec section 4)."""
+"""From camera frames to latents, image conditioning and image features (model.md sections 4.3, 4.4 and 4.5)."""
 
 from functools import partial
 

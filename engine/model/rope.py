@@ -1,4 +1,4 @@
-"""Rotary position embedding: three axes for video tokens, one for the action register (spec section 3.6)."""
+"""Rotary position embedding: three axes for video tokens, one for the action register (model.md section 3.6)."""
 
 from dataclasses import dataclass
 

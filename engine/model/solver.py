@@ -1,4 +1,4 @@
-"""The noise schedule and the UniPC solver (spec section 4, "Solver")."""
+"""The noise schedule and the UniPC solver (model.md section 4.10)."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Which denoising steps run the DiT; at the others the solver goes on with the last velocity (spec section 4)."""
+"""Which denoising steps run the DiT; at others the solver goes on with the last velocity (model.md section 4.11)."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""From a prompt to the text encoder's output: cleaning, tokens, UMT5 (spec section 5)."""
+"""From a prompt to the text encoder's output: cleaning, tokens, UMT5 (model.md section 5)."""
 
 import html
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Video to latents and back (spec sections 4.4, 4.5 and 8)."""
+"""Video to latents and back (model.md sections 4.4, 4.5 and 8)."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.model.config import VaeConfig
 
-# Latent statistics of the 48-channel VAE (spec section 8); diffusers' defaults are those of the 16-channel one.
+# Latent statistics of the 48-channel VAE (model.md section 8); diffusers' defaults are those of the 16-channel one.
 _WAN22_MEAN = (
     -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
     0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,

@@ -1,4 +1,4 @@
-"""Video to latents, piece by piece: a first frame, then four at a time (spec sections 4.4, 4.5 and 8).
+"""Video to latents, piece by piece: a first frame, then four at a time (model.md sections 4.4, 4.5 and 8).
 
 Computes what diffusers' encoder of the Wan VAE computes, over the same modules, with less work: convolutions pad in
 space themselves, a first frame takes one tap of three in time, norms and activations work in place. And what grey

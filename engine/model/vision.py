@@ -1,4 +1,4 @@
-"""CLIP features of the newest frame (spec section 4.4)."""
+"""CLIP features of the newest frame (model.md section 4.4)."""
 
 import torch
 from torch import Tensor, nn

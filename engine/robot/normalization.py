@@ -1,4 +1,4 @@
-"""Normalisation statistics of a checkpoint (spec section 6)."""
+"""Normalisation statistics of a checkpoint (model.md section 6)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Between a robot's numbers and the model's: the stitched picture, state and action scaling (spec section 6)."""
+"""Between a robot's numbers and the model's: the stitched picture, state and action scaling (model.md section 6)."""
 
 from collections.abc import Mapping
 from typing import Any

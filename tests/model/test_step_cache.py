@@ -1,4 +1,4 @@
-"""Which steps run: the release's masks, and the spec's example of the velocity cache."""
+"""Which steps run: the release's masks, and a worked example of the velocity cache."""
 
 import math
 
@@ -24,7 +24,7 @@ def run(cache: VelocityCache, similarities: list[float], steps: int = 16) -> str
     return ran
 
 
-def test_the_velocity_cache_decides_as_in_the_spec_s_example() -> None:
+def test_the_velocity_cache_decides_as_in_the_worked_example() -> None:
     """Similarities of consecutive computed velocities: .884 before step 2, .733 .809 .816 ..., .849 before step 10."""
     cache = VelocityCache((0.86, 0.82), (4, 2))
     assert run(cache, [0.884, 0.733, 0.809, 0.816, 0.849, 0.738, 0.825]) == "1100001111001100"
