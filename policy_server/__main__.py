@@ -11,10 +11,15 @@ def leave(number: int, frame: FrameType | None) -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """The command; returns its exit code, see `policy_server.process.main`."""
     # What follows takes seconds to import, and a container's first process obeys no signal that it does not handle.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, leave)
-    from policy_server.process import main
+    from policy_server import process
 
+    return process.main()
+
+
+if __name__ == "__main__":
     sys.exit(main())

@@ -16,8 +16,8 @@ EXIT_PROBLEMS = 1
 EXIT_BAD_INPUT = 2
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command line, without the program's name; returns the exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line, without the program's name (default: that of the process); returns the exit code."""
     args = _parser().parse_args(arguments)
     try:
         if args.command == "synthesize":
@@ -67,4 +67,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -14,7 +14,7 @@ from tests.wire_server import DISCONNECT, WireServer, spec_answer
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import importlib.metadata, importlib.util, sys
+import importlib.metadata, importlib.resources, importlib.util, sys
 import protocol.codec, protocol.messages, protocol.robot, clients
 assert callable(clients.PolicyClient) and callable(clients.AsyncPolicyClient)
 heavy = ("torch", "transformers", "diffusers", "av", "matplotlib")
@@ -22,6 +22,7 @@ assert not [name for name in heavy if name in sys.modules or importlib.util.find
 installed = importlib.metadata.distribution("dreamzero-policy-server")
 assert installed.metadata["License-Expression"] == "Apache-2.0"
 assert "END OF TERMS AND CONDITIONS" in installed.read_text("licenses/LICENSE")
+assert all(importlib.resources.files(name).joinpath("py.typed").is_file() for name in ("clients", "protocol"))
 print("installed in", clients.__file__)
 """
 

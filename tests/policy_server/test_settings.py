@@ -159,8 +159,11 @@ def test_the_program_says_one_line_and_exits_2() -> None:
     assert "port: expected a whole number" in done.stderr
 
 
-def test_the_version_is_told() -> None:
-    done = run([sys.executable, "-m", "policy_server", "--version"], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "policy_server"], ["dreamzero-policy-server"]])
+def test_the_version_is_told(command: list[str]) -> None:
+    """By the module and by the script that an installation has beside the interpreter."""
+    beside = Path(sys.executable).parent
+    done = run([beside / command[0], *command[1:], "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, importlib.metadata.version("dreamzero-policy-server"))
 
 

@@ -15,7 +15,7 @@ from engine.startup import PolicyLoadError, load_policy
 from protocol.robot import StateVector, View
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLE = DOCS / "examples" / "two_camera_arm.yaml"
+EXAMPLE = DOCS.parent / "examples" / "two_camera_arm.yaml"
 
 
 def test_droid_is_a_file_like_any_other() -> None:
