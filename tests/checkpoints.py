@@ -1,5 +1,6 @@
 """Checkpoints on disk: a tiny one to break, and ones of full size that are headers over files without content."""
 
+import copy
 import functools
 import gzip
 import json
@@ -16,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.checkpoint.synthetic import BUILTIN_STATISTICS, synthesize
+from engine.checkpoint.names import DIT
+from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS, synthesize
 from engine.settings import EngineSettings
 from engine.startup import load_policy
 from protocol.robot import Observation
@@ -98,3 +100,79 @@ def actions_of(checkpoint: str | Path, **settings: Any) -> np.ndarray:
         EngineSettings(checkpoint=str(checkpoint), device="cpu", steps=2, **settings), lambda status: None
     )
     return policy.infer("robot", observation()).actions
+
+
+RANK, ALPHA = 4, 6.0
+TARGETS = tuple(
+    f"blocks.{block}.{layer}"
+    for block in range(3)
+    for layer in (
+        *(f"{attention}.{part}" for attention in ("self_attn", "cross_attn") for part in "qkvo"),
+        "ffn.0",
+        "ffn.2",
+    )
+)
+WRAPPED = DIT + "base_model.model."
+
+
+def halves(target: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A (rank, in) and B (out, rank), large enough to change the actions."""
+    generator = torch.Generator().manual_seed(TARGETS.index(target))
+    a = torch.randn(RANK, weight.shape[1], generator=generator)
+    b = torch.randn(weight.shape[0], RANK, generator=generator)
+    return a / 10, b / 10
+
+
+def merged(directory: Path) -> Path:
+    """A plain checkpoint of the fine-tuned weights."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for target in TARGETS:
+            weight = tensors[f"{DIT}{target}.weight"]
+            a, b = halves(target, weight)
+            tensors[f"{DIT}{target}.weight"] = weight + ALPHA / RANK * (b @ a)
+
+    tiny_checkpoint(directory)
+    change_weights(directory, change)
+    return directory
+
+
+def fine_tune(
+    directory: Path, base_weights: bool = True, base_layer: str = ".base_layer", adapter: str = "", where: str = "head"
+) -> Path:
+    """The tiny checkpoint with adapters, as a LoRA training writes it; `base_weights`: with those it is based on."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        plain = dict(tensors)
+        tensors.clear()
+        for name, tensor in plain.items():
+            target = name.removeprefix(DIT).rpartition(".")[0] if name.startswith(DIT) else ""
+            wrapped = name.replace(DIT, WRAPPED)
+            if target in TARGETS:
+                wrapped = wrapped.replace(target, target + base_layer)
+                if name.endswith(".weight"):
+                    a, b = halves(target, tensor)
+                    tensors[f"{WRAPPED}{target}.lora_A{adapter}.weight"] = a
+                    tensors[f"{WRAPPED}{target}.lora_B{adapter}.weight"] = b
+            if base_weights:
+                tensors[wrapped] = tensor
+
+    tiny_checkpoint(directory)
+    change_weights(directory, change)
+    sizes = {"lora_rank": RANK, "lora_alpha": ALPHA}
+    change_json(
+        directory / "config.json",
+        lambda config: (head_config(config) if where == "head" else head_config(config)["diffusion_model_cfg"]).update(
+            sizes
+        ),
+    )
+    return directory
+
+
+def small() -> dict[str, Any]:
+    """`tiny`, one layer of its transformer, and a window that starts with less grey video: far fewer operations."""
+    config = copy.deepcopy(BUILTIN_CONFIGS["tiny"])
+    head = config["action_head_cfg"]["config"]
+    head["num_frames"] = 5
+    head["diffusion_model_cfg"]["num_layers"] = 1
+    return config

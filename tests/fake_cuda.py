@@ -22,6 +22,8 @@ import torch._dynamo  # looks at what torch is built with, and must see the trut
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from tests.fake_results import KNOWN, Known, describe, key_of, tensors_in
+
 aten = torch.ops.aten
 GIB = 2**30
 FLASH_ATTN_4_FOR_HOPPER = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
@@ -120,7 +122,7 @@ class _Mode(FakeTensorMode):
         if func.overloadpacket is aten.to:  # in inference mode; what it stands for comes back here
             with self:
                 return func.decompose(*args, **kwargs)
-        on_device = any(isinstance(tensor, FakeTensor) for tensor in _tensors((*args, *kwargs.values())))
+        on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors_in((*args, *kwargs.values())))
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if func in _READS and on_device:
             self._cuda.wait("item")
@@ -158,25 +160,25 @@ class _Mode(FakeTensorMode):
     def _on_device(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._cuda.capture is not None:
             self._cuda.capture.operations += 1
-        key = _key((func, *args, *kwargs.items()))
-        known = _KNOWN.get(key)
+        key = key_of((func, *args, *kwargs.items()))
+        known = KNOWN.get(key)
         if known is None:
             waits = self._cuda.waits
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if key is not None and self._cuda.waits == waits:
-                _KNOWN[key] = _describe(result, args)
+                KNOWN[key] = describe(result, args)
         elif known.kind == "first argument":
             return args[0]
         elif known.kind == "unlike":
             result = super().__torch_dispatch__(func, types, args, kwargs)
         else:
             result = self._like(known, args)
-        for tensor in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
+        for tensor in tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             if tensor.device.type == "cuda":
                 self._cuda.hold(tensor)
         return result
 
-    def _like(self, known: "_Known", args: Any) -> FakeTensor:
+    def _like(self, known: "Known", args: Any) -> FakeTensor:
         """What torch's own cache does in five times the time."""
         with in_kernel_invocation_manager(self):
             if known.kind == "new":
@@ -184,60 +186,6 @@ class _Mode(FakeTensorMode):
             else:
                 made = torch.as_strided(args[0], known.shape, known.stride, known.offset)
         return FakeTensor(self, made, known.device)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The result of an operation: kind "new", "view" of the first argument, the "first argument", or "unlike" these."""
-
-    kind: str
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-    dtype: torch.dtype = torch.float32
-    device: torch.device | None = None
-
-
-_KNOWN: dict[Any, _Known] = {}
-
-
-def _describe(result: Any, args: Any) -> _Known:
-    if not isinstance(result, FakeTensor) or result.device.type != "cuda":
-        return _Known("unlike")
-    if args and result is args[0]:
-        return _Known("first argument")
-    storage = result.untyped_storage()._cdata
-    given = [tensor.untyped_storage()._cdata for tensor in _tensors(args)]
-    like = (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype, result.device)
-    if storage not in given:
-        return _Known("new", *like)
-    is_view = isinstance(args[0], FakeTensor) and storage == given[0] and result.dtype == args[0].dtype
-    return _Known("view", *like) if is_view else _Known("unlike")
-
-
-def _key(values: Any) -> Any:
-    """Equal where an operation gives tensors alike; None where that cannot be said."""
-    key: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            key.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.device))
-        elif isinstance(value, (tuple, list)):
-            key.append(_key(value))
-        else:
-            key.append((type(value), value))
-    try:
-        hash(found := tuple(key))
-    except TypeError:
-        return None
-    return found
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
 
 
 def _where() -> str:

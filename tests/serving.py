@@ -2,9 +2,8 @@
 
 import asyncio
 import functools
-import sys
+import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -14,14 +13,12 @@ import openpi_client.msgpack_numpy as wire
 import torch
 from websockets.asyncio.client import ClientConnection, connect
 
-from engine import watchdog
 from engine.policy import Chunk, Policy, PolicyStats
+from engine.session import Window
 from engine.settings import EngineSettings
 from engine.startup import load_policy
-from policy_server.logs import configure_logging
-from policy_server.process import run
 from policy_server.server import PolicyServer
-from policy_server.settings import ServerSettings, parse_settings
+from policy_server.settings import ServerSettings
 from protocol.robot import Observation
 
 SECONDS = 30  # a bound for what takes a second or two on a machine that is not busy
@@ -173,28 +170,31 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def load_hindered(hindrance: str, report: Callable[[str], None]) -> WatchedPolicy:
-    """A tiny policy whose calls take so many seconds, computing all the while; or whose device is lost ("die") or
-    never comes back ("hang").
-    """
-    policy = tiny_policy()
+class BigAnswers:
+    """Replies too large for the buffers between server and robot; no model is needed to fill them."""
 
-    def before(session_id: str, observation: Observation) -> None:
-        if hindrance == "hang":
-            threading.Event().wait()
-        if hindrance == "die":
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-        end = time.monotonic() + float(hindrance)
-        while time.monotonic() < end:
-            policy.infer("burn", observation)
+    slowest_call = 0.0
 
-    return WatchedPolicy(before)
+    def infer(self, session_id: str, each: Observation) -> Chunk:
+        return Chunk(np.zeros((2**20, 8), np.float32), {}, torch.zeros(16, 2, 8, 16), Window.CONTINUED, 1)
+
+    def end_session(self, session_id: str) -> None: ...
+
+    def info(self) -> dict[str, object]:
+        return {}
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "hang":  # and is noticed sooner than a busy machine would allow
-        watchdog.DOUBT_SECONDS, watchdog.HUNG_SECONDS = 1.0, 4.0
-        watchdog.DOUBT_TIMES = watchdog.HUNG_TIMES = 0
-    load = functools.partial(load_hindered, sys.argv[1])
-    configure_logging(level="info", as_json=False)
-    sys.exit(asyncio.run(run(parse_settings(sys.argv[2:]), load)))  # type: ignore[arg-type]
+def open_websocket(port: int) -> socket.socket:
+    """A socket past the opening handshake, with a small buffer, which nobody reads from."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(SECONDS)
+    sock.connect(("127.0.0.1", port))
+    sock.sendall(
+        b"GET / HTTP/1.1\r\nHost: test\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += sock.recv(1)
+    return sock

@@ -16,7 +16,7 @@ from benchmarks.gpu_model import RandomWeights, droid_14b, load
 from benchmarks.gpu_report import Verdict
 from benchmarks.gpu_speed import Way, begin_speed_table, time_calls
 from engine.model.config import parse_config
-from tests.engine.test_start_on_cuda import small
+from tests.checkpoints import small
 from tests.fake_cuda import fake_cuda
 from tests.golden import Mode, Report
 
@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 DROID = parse_config(droid_14b())
 
 
+@pytest.mark.slow
 def test_the_road_is_walked_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_the_road_is_walked_on_a_cpu(
     assert next(row for row in kept if row["part"] == "golden")["DiT forwards"] == "238 of 238"
 
 
+@pytest.mark.slow
 def test_the_server_s_start_and_the_main_number_go_through_on_a_cuda_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

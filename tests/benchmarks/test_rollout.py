@@ -13,6 +13,7 @@ from tests.golden import FILES
 GOLDEN = next(path for path in FILES if path.stem == "step_mask_8")
 
 
+@pytest.mark.slow
 def test_both_sides_are_timed_and_agree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(plain_rollout, "_plain_vae", lambda model: model.vae)  # saves seconds
     code = rollout.main(["--size", "tiny", "--steps", "2", "--rounds", "1", "--golden", str(GOLDEN)])

@@ -147,6 +147,7 @@ def test_a_footprint_counts_what_serving_will_hold() -> None:
         assert need.sessions(card) == plan_budget(need.geometry, need.window, int(free)).sessions
 
 
+@pytest.mark.slow
 def test_synthesize_writes_what_can_be_served_and_verified(tmp_path: Path) -> None:
     """As a user does it, in processes of their own."""
     command = [sys.executable, "-m", "engine.checkpoint"]

@@ -20,7 +20,7 @@ from engine.model.weights import build_model
 from engine.settings import EngineSettings
 from engine.startup import PolicyLoadError, load_policy
 from tests.checkpoints import actions_of, change_json, change_weights, head_config, tiny_checkpoint
-from tests.policy_server.test_process import LOADING, server
+from tests.process import LOADING, server
 
 TINY = BUILTIN_CONFIGS["tiny"]
 ENTRY = "action_head.model.blocks.1.ffn.0.weight"

@@ -24,7 +24,7 @@ from engine.checkpoint.hub import locate
 from engine.checkpoint.open import open_checkpoint
 from engine.startup import PolicyLoadError
 from tests.checkpoints import actions_of, change_json, tiny_checkpoint
-from tests.policy_server.test_process import LOADING, Process
+from tests.process import LOADING, Process
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -160,6 +160,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_fetched_once_and_no_pickle_with_it(tmp_path: Path) -> None:
     directory, home = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "home"
     for name in ("pytorch_model.bin", "optimizer.pt", "README.md", "training_args.bin", "run.py"):
@@ -214,6 +215,7 @@ def test_without_network_the_error_says_what_to_do(tmp_path: Path, settings: dic
         assert part in line
 
 
+@pytest.mark.slow
 async def test_the_server_says_it_with_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.policy_server.test_process.ENVIRONMENT", environment(tmp_path, HF_HUB_OFFLINE="1"))
     running = Process("--checkpoint", "GEAR-Dreams/DreamZero-DROID", "--port", "0")

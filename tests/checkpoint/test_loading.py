@@ -23,7 +23,7 @@ from engine.startup import load_policy
 from protocol.robot import Observation
 from tests.checkpoints import actions_of, droid_shapes, tiny_checkpoint
 from tests.golden import FILES, TOLERANCE, Golden, build_engine, check_rollout
-from tests.policy_server.test_process import server
+from tests.process import server
 from tests.serving import Robot, observation
 
 TINY = parse_config(BUILTIN_CONFIGS["tiny"])
@@ -60,6 +60,7 @@ def test_a_checkpoint_on_disk_gives_the_actions_of_the_one_in_memory(tmp_path: P
     np.testing.assert_array_equal(actions_of(written), actions_of("tiny"))
 
 
+@pytest.mark.slow
 async def test_the_server_answers_from_disk_what_the_policy_in_memory_answers(tmp_path: Path) -> None:
     """Three calls of an episode over the wire, bit for bit: what a client gets of `--checkpoint DIR`."""
     torch.set_num_threads(1)

@@ -11,78 +11,22 @@ from torch import Tensor
 
 from engine.checkpoint.__main__ import main
 from engine.checkpoint.lora import merge
+from engine.checkpoint.names import DIT
 from engine.startup import PolicyLoadError
-from tests.checkpoints import actions_of, change_json, change_weights, head_config, tiny_checkpoint
+from tests.checkpoints import (
+    WRAPPED,
+    actions_of,
+    change_json,
+    change_weights,
+    fine_tune,
+    head_config,
+    merged,
+    tiny_checkpoint,
+)
 
 Change = Callable[[dict[str, Tensor]], object]
 
-RANK, ALPHA = 4, 6.0
-TARGETS = tuple(
-    f"blocks.{block}.{layer}"
-    for block in range(3)
-    for layer in (
-        *(f"{attention}.{part}" for attention in ("self_attn", "cross_attn") for part in "qkvo"),
-        "ffn.0",
-        "ffn.2",
-    )
-)
-DIT = "action_head.model."
-WRAPPED = DIT + "base_model.model."
 Q = "blocks.0.self_attn.q"
-
-
-def halves(target: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A (rank, in) and B (out, rank), large enough to change the actions."""
-    generator = torch.Generator().manual_seed(TARGETS.index(target))
-    a = torch.randn(RANK, weight.shape[1], generator=generator)
-    b = torch.randn(weight.shape[0], RANK, generator=generator)
-    return a / 10, b / 10
-
-
-def merged(directory: Path) -> Path:
-    """A plain checkpoint of the fine-tuned weights."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for target in TARGETS:
-            weight = tensors[f"{DIT}{target}.weight"]
-            a, b = halves(target, weight)
-            tensors[f"{DIT}{target}.weight"] = weight + ALPHA / RANK * (b @ a)
-
-    tiny_checkpoint(directory)
-    change_weights(directory, change)
-    return directory
-
-
-def fine_tune(
-    directory: Path, base_weights: bool = True, base_layer: str = ".base_layer", adapter: str = "", where: str = "head"
-) -> Path:
-    """The tiny checkpoint with adapters, as a LoRA training writes it; `base_weights`: with those it is based on."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        plain = dict(tensors)
-        tensors.clear()
-        for name, tensor in plain.items():
-            target = name.removeprefix(DIT).rpartition(".")[0] if name.startswith(DIT) else ""
-            wrapped = name.replace(DIT, WRAPPED)
-            if target in TARGETS:
-                wrapped = wrapped.replace(target, target + base_layer)
-                if name.endswith(".weight"):
-                    a, b = halves(target, tensor)
-                    tensors[f"{WRAPPED}{target}.lora_A{adapter}.weight"] = a
-                    tensors[f"{WRAPPED}{target}.lora_B{adapter}.weight"] = b
-            if base_weights:
-                tensors[wrapped] = tensor
-
-    tiny_checkpoint(directory)
-    change_weights(directory, change)
-    sizes = {"lora_rank": RANK, "lora_alpha": ALPHA}
-    change_json(
-        directory / "config.json",
-        lambda config: (head_config(config) if where == "head" else head_config(config)["diffusion_model_cfg"]).update(
-            sizes
-        ),
-    )
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,7 @@ print("driven by", sys.version.split()[0])
 """
 
 
+@pytest.mark.slow
 def test_the_client_side_installs_and_imports_without_torch(tmp_path: Path) -> None:
     environment = fresh_environment(tmp_path, sys.executable)
     python = environment / "bin" / "python"
@@ -92,6 +93,7 @@ def test_the_client_side_installs_and_imports_without_torch(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_python_3_9_installs_and_drives_the_client_side(tmp_path: Path) -> None:
     environment = fresh_environment(tmp_path, python_3_9())
     python = environment / "bin" / "python"

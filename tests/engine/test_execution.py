@@ -45,12 +45,14 @@ def test_branches_one_after_the_other_give_the_release_s_numbers() -> None:
     assert report.clean(TOLERANCE), report
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_blocks_give_the_release_s_numbers() -> None:
     report = check(MASKED, Mode(execution="compile"))
     assert report.clean(TOLERANCE), report
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_blocks_write_into_the_pool_and_copy_none_of_it() -> None:
     """The operator writes in place; where a compiler cannot see that it may, it copies a layer's pool each time."""

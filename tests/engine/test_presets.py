@@ -51,6 +51,7 @@ def test_fast_takes_float8_where_the_device_gains_by_it(monkeypatch: pytest.Monk
         assert not has_fp8(torch.device("cpu"), torch.bfloat16), "computed in software there"
 
 
+@pytest.mark.slow
 def test_the_table_of_presets_is_made_from_real_calls(capsys: pytest.CaptureFixture[str]) -> None:
     """A file with a mask of its own has no 16 steps to be compared with, and is left out."""
     files = [path for path in FILES if path.stem in ("decoupled_noise", "step_mask_8")]

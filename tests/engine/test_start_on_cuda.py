@@ -4,7 +4,6 @@ What is run is the server's own `load_policy`: loading, self-check, profile run,
 calls.
 """
 
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from engine.settings import EngineSettings
 from engine.startup import PolicyLoadError, load_policy
 from policy_server.process import load, run
 from policy_server.settings import ServerSettings
-from tests.checkpoints import observation
+from tests.checkpoints import observation, small
 from tests.fake_cuda import FLASH_ATTN_4_FOR_HOPPER, GIB, FakeCuda, Replay, Wait, fake_cuda
 
 CALLS = 5
@@ -41,15 +40,6 @@ class Road:
     info: dict[str, Any]
     started: list[Wait | Replay]
     calls: list[list[Wait | Replay]]
-
-
-def small() -> dict[str, Any]:
-    """`tiny`, one layer of its transformer, and a window that starts with less grey video: far fewer operations."""
-    config = copy.deepcopy(BUILTIN_CONFIGS["tiny"])
-    head = config["action_head_cfg"]["config"]
-    head["num_frames"] = 5
-    head["diffusion_model_cfg"]["num_layers"] = 1
-    return config
 
 
 def droid() -> dict[str, Any]:

@@ -121,6 +121,7 @@ def test_a_warm_up_that_may_fail_is_logged_and_the_server_starts(
     assert policy.infer("robot", observation()).actions.shape == (24, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_after_start_up_nothing_compiles() -> None:
     torch.compiler.reset()

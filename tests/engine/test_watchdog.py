@@ -11,8 +11,8 @@ from websockets.exceptions import ConnectionClosed
 from engine import watchdog
 from engine.device_faults import is_lost
 from engine.worker import EngineHung, EngineStopped, EngineWorker
-from tests.engine.test_worker import SECONDS, Gate, ScriptedPolicy, call, hold
-from tests.policy_server.test_process import TINY, server
+from tests.engine.scripted import SECONDS, Gate, ScriptedPolicy, call, hold
+from tests.process import TINY, server
 from tests.serving import Robot, observation, until
 
 
@@ -77,7 +77,7 @@ def test_what_may_take_that_long_is_not_doubted(slowest: float) -> None:
 
 
 async def test_a_server_whose_device_hangs_says_so_and_leaves_with_1() -> None:
-    with server("hang", *TINY, module="tests.serving") as running:
+    with server("hang", *TINY, module="tests.light_server") as running:
         url = running.url()
         running.line("ready")
         robots = [await Robot.connect(url) for _ in range(2)]

@@ -4,103 +4,15 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 import torch
 
 from engine.worker import EngineBusy, EngineStopped, EngineWorker
-from protocol.robot import Observation
-
-SECONDS = 10  # what no test should need
-
-
-@dataclass
-class Chunk:
-    actions: np.ndarray
-    seconds: dict[str, float]
-
-
-@dataclass
-class ScriptedPolicy:
-    """Does what `script` says for each call, and writes down what happened on which thread."""
-
-    script: Callable[[str], None] = lambda session_id: None
-    events: list[str] = field(default_factory=list)
-    threads: set[int] = field(default_factory=set)
-    slowest_call: float = 0.0
-
-    def infer(self, session_id: str, observation: Observation) -> Chunk:
-        self._note(f"infer {session_id}")
-        self.script(session_id)
-        return Chunk(np.zeros((24, 8), np.float32), {"denoise": 0.0})
-
-    def end_session(self, session_id: str) -> None:
-        self._note(f"end {session_id}")
-
-    def free_caches(self) -> None:
-        self._note("free caches")
-
-    def info(self) -> dict[str, object]:
-        return {"checkpoint": "scripted"}
-
-    def stats(self) -> str:
-        return "stats"
-
-    def _note(self, event: str) -> None:
-        self.events.append(event)
-        self.threads.add(threading.get_ident())
-
-
-class Gate:
-    """Holds the engine inside a call until it is opened."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self, session_id: str) -> None:
-        if session_id == "gate":
-            self.entered.set()
-            assert self.opened.wait(SECONDS)
-
-
-def observation() -> Observation:
-    views = {"wrist": np.zeros((1, 8, 8, 3), np.uint8)}
-    return Observation(views, {}, "prompt")
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., tuple[EngineWorker, ScriptedPolicy]]]:
-    started: list[tuple[EngineWorker, Gate | None]] = []
-
-    def start_loop(script: Callable[[str], None] = lambda session_id: None, max_queue: int = 8):
-        policy = ScriptedPolicy(script)
-        worker = EngineWorker(lambda report: policy, max_queue=max_queue)  # type: ignore[arg-type, return-value]
-        started.append((worker, script if isinstance(script, Gate) else None))
-        worker.start()
-        worker.loaded.result(SECONDS)
-        return worker, policy
-
-    yield start_loop
-    for worker, gate in started:
-        if gate is not None:
-            gate.opened.set()
-        worker.stop(drain=False)
-        assert worker.join(SECONDS)
-
-
-def call(worker: EngineWorker, session_id: str) -> Future[Chunk]:
-    return worker.infer(session_id, observation())
-
-
-def hold(worker: EngineWorker, gate: Gate) -> Future[Chunk]:
-    future = call(worker, "gate")
-    assert gate.entered.wait(SECONDS)
-    return future
+from tests.engine.scripted import SECONDS, Gate, ScriptedPolicy, call, hold, observation
 
 
 def test_jobs_run_in_order_on_one_thread_of_their_own(start) -> None:
@@ -208,58 +120,6 @@ def test_a_failed_call_fails_alone_and_its_locals_are_let_go(start) -> None:
         failed.result(SECONDS)
     assert held[0]() is None
     call(worker, "good").result(SECONDS)
-    assert worker.not_ready is None
-
-
-def out_of_memory_in_calls(*numbers: int) -> Callable[[str], None]:
-    counted = iter(range(1, 100))
-
-    def script(session_id: str) -> None:
-        if next(counted) in numbers:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    return script
-
-
-def test_out_of_memory_frees_the_caches_and_tries_once_more(start) -> None:
-    worker, policy = start(out_of_memory_in_calls(1, 4, 5))
-    call(worker, "a").result(SECONDS)
-    assert policy.events == ["infer a", "free caches", "infer a"]
-    call(worker, "a").result(SECONDS)
-    with pytest.raises(torch.OutOfMemoryError):
-        call(worker, "a").result(SECONDS)
-    assert worker.not_ready is None
-
-
-def test_three_calls_in_a_row_without_memory_end_readiness_until_one_succeeds(start) -> None:
-    worker, _ = start(out_of_memory_in_calls(1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12))
-    for failures, ready in ((2, True), (0, True), (2, True), (1, False), (0, True)):
-        for _ in range(failures):
-            with pytest.raises(torch.OutOfMemoryError):
-                call(worker, "a").result(SECONDS)
-        if failures == 0:
-            call(worker, "a").result(SECONDS)
-        assert (worker.not_ready is None) == ready, worker.not_ready
-    with pytest.raises(TimeoutError):
-        worker.finished.result(0)
-
-
-def test_readiness_returns_in_time_without_a_call_and_the_next_one_without_memory_ends_it(start, monkeypatch) -> None:
-    """A balancer sends nobody to a server that is not ready, so no call would come to succeed."""
-    worker, _ = start(out_of_memory_in_calls(*range(1, 9)))
-    monkeypatch.setattr("engine.device_faults._SECONDS_WITHOUT_MEMORY", 0.5)
-    for _ in range(3):
-        with pytest.raises(torch.OutOfMemoryError):
-            call(worker, "a").result(SECONDS)
-    deadline = time.monotonic() + SECONDS
-    while worker.not_ready is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    monkeypatch.setattr("engine.device_faults._SECONDS_WITHOUT_MEMORY", 1000.0)
-    with pytest.raises(torch.OutOfMemoryError):
-        call(worker, "a").result(SECONDS)
-    assert worker.not_ready == "4 calls in a row ran out of device memory"
-    call(worker, "a").result(SECONDS)
     assert worker.not_ready is None
 
 

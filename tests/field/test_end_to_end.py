@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.policy_server.test_process import server
+from tests.process import server
 
 ROOT = Path(__file__).parents[2]
 DROID_EPISODE = ROOT.parent / "shared" / "data" / "droid_episode"
@@ -43,10 +43,12 @@ def check_twice_the_same(episode: str | Path, prompt: str, calls: int, tmp_path:
     assert len({chunk.tobytes() for chunk in first}) == calls, "every call has an answer of its own"
 
 
+@pytest.mark.slow
 def test_the_project_s_own_episode_gives_the_same_actions_twice(tmp_path: Path) -> None:
     check_twice_the_same("synthetic", "put the block on the plate", 6, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DROID_EPISODE.is_dir(), reason="needs ../shared/data/droid_episode")
 def test_a_recorded_droid_episode_gives_the_same_18_chunks_twice(tmp_path: Path) -> None:
     check_twice_the_same(DROID_EPISODE, DROID_PROMPT, 18, tmp_path)

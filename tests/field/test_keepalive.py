@@ -102,6 +102,7 @@ async def robot_process(kind: str, url: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 async def test_75_seconds_of_silence_lose_nobody() -> None:
     """With the defaults; the second call continues the episode, on the connection of the first."""
     async with serving() as (server, policy):

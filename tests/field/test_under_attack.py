@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from websockets.exceptions import WebSocketException
 
 from benchmarks.serving_processes import allocated_mib
@@ -89,6 +90,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 async def test_every_reply_under_attack_is_what_it_would_be_alone_and_nothing_is_left_over(tmp_path: Path) -> None:
     cert, key = self_signed(tmp_path)
     tls = ssl.create_default_context(cafile=str(cert))

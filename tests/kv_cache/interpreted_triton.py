@@ -13,8 +13,7 @@ from kv_cache import triton_attention
 from kv_cache.cache import KVCache
 from kv_cache.sizing import plan_budget
 from kv_cache.triton_attention import paged_attention
-from tests.kv import CPU, GEOMETRY, POLICY, bytes_for
-from tests.kv_cache.test_attention import check_against_float64
+from tests.kv import CPU, GEOMETRY, POLICY, bytes_for, check_against_float64
 
 HEADS = 2
 TABLES = [[5, 2, 7, 1, 4], [3, 8, 4, 2, 6]]  # of two branches, scattered; block 0 only pads

@@ -26,6 +26,7 @@ with fake_cuda(capability=(9, 0)):
 """
 
 
+@pytest.mark.slow
 def test_its_kernels_are_compiled_for_hopper_over_the_pool_as_it_is() -> None:
     """Everything but the launch runs: the package's own checks of every argument, its choice of tiles, its compiler."""
     if importlib.util.find_spec("flash_attn") is None:

@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_kernel_agrees_with_float64_under_the_interpreter() -> None:
     """In a process of its own: Triton decides at its import whether it interprets or compiles."""
     pytest.importorskip("triton")
@@ -67,6 +68,7 @@ def spilled(ptx: str, capability: int, path: Path) -> int:
     return int(re.findall(r"(\d+) bytes spill stores", done.stderr)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CARDS)
 def test_tiles_tried_on_a_card_fit_it_and_load_while_they_multiply(capability: int, tmp_path: Path) -> None:
     """Keys that are not copied asynchronously would be waited for. Of each shape that of most stages, the largest."""
@@ -85,6 +87,7 @@ def test_tiles_tried_on_a_card_fit_it_and_load_while_they_multiply(capability: i
         assert ("tcgen05.mma" in made.asm["ptx"]) == (capability == 100)
 
 
+@pytest.mark.slow
 def test_float32_has_a_tile_of_its_own_that_fits_the_smallest_card() -> None:
     pytest.importorskip("triton")
     from kv_cache.triton_attention import tiles_for

@@ -19,8 +19,7 @@ from engine.model.fp8 import FP8, Fp8Linear, quantize_rows
 from engine.model.weights import Model, WeightBytes, build_model, load_model, weight_bytes
 from engine.settings import EngineSettings
 from engine.startup import PolicyLoadError, load_policy
-from tests.checkpoint.test_lora import fine_tune, merged
-from tests.checkpoints import actions_of
+from tests.checkpoints import actions_of, fine_tune, merged
 from tests.golden import FILES, Mode, check
 
 CPU = torch.device("cpu")

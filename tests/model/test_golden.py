@@ -27,6 +27,7 @@ def test_golden_file_is_reproduced(path: Path) -> None:
         assert set(exact.values()) == {0.0}, exact
 
 
+@pytest.mark.slow
 def test_the_command_exits_1_beyond_tolerance(tmp_path: Path) -> None:
     """A file whose expected actions are moved by 2e-4 is not clean."""
     source = next(path for path in FILES if path.stem == "step_mask_8")
@@ -45,6 +46,7 @@ def test_the_command_exits_1_beyond_tolerance(tmp_path: Path) -> None:
     assert "36 counted, 36 expected" in run.stdout
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_deviation_of_another_arithmetic() -> None:
     """Measured in bfloat16: 42.1 dB and 0.023 rad."""
     files = [path for path in FILES if path.stem in ("dit_window", "step_mask_8")]

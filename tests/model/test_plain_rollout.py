@@ -25,6 +25,7 @@ def check_plain(golden: Golden, plain: PlainRollout) -> Report:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_the_plain_rollout_reproduces_the_golden_file(path: Path) -> None:
     golden = Golden(path)

@@ -116,6 +116,7 @@ def test_what_is_kept_counts_as_memory_that_serving_needs() -> None:
     assert needed.steady == 2 * (first + second + third + fourth + fifth)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_compiled_it_gives_the_same_from_two_graphs_for_each_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU runs, traced here: without the convolutions that no compiler follows, and no code made for a CPU."""

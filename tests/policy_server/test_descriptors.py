@@ -9,8 +9,10 @@ import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from tests.certificates import self_signed
-from tests.policy_server.test_process import TINY, server
+from tests.process import TINY, server
 from tests.serving import SECONDS, Robot, observation, serving, until
 
 
@@ -63,6 +65,7 @@ async def test_tls_handshakes_in_progress_have_room_for_so_many_and_keep_nobody_
         await until(lambda: descriptors(os.getpid()) <= before + 2)
 
 
+@pytest.mark.slow
 async def test_silent_connections_beyond_all_bounds_end_no_start_under_tls(tmp_path: Path) -> None:
     """With no more descriptors than the settings need, while it loads and after."""
     cert, key = self_signed(tmp_path)
@@ -95,6 +98,7 @@ async def test_connections_that_the_system_has_no_descriptors_for_are_a_bad_sett
     assert "max-connections: 1200 connections need 1856 open files, and the system allows 900" in line
 
 
+@pytest.mark.slow
 async def test_running_out_of_descriptors_costs_a_line_a_minute_and_no_robot_anything() -> None:
     with server(*TINY) as running:
         url = running.url()

@@ -104,6 +104,7 @@ async def test_refused_requests_cost_few_log_lines_and_none_is_uncounted(caplog:
     assert len(lines) + left_out == 40
 
 
+@pytest.mark.slow
 async def test_coming_and_going_fills_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client is free to make as many connections and sessions as it likes, and each has lines of its own."""
     caplog.set_level(logging.INFO, "policy_server")

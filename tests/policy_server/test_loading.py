@@ -43,6 +43,7 @@ async def loading(
             proceed.set()
 
 
+@pytest.mark.slow
 async def test_clients_that_come_20_seconds_early_get_actions() -> None:
     """openpi's own, and ours: each blocks in its constructor until the handshake has come."""
 

@@ -70,6 +70,7 @@ def test_a_containers_first_process_obeys_whenever_it_is_told(
     assert " ready" not in log
 
 
+@pytest.mark.slow
 def test_a_first_process_drains_and_tells_the_servers_exit_code(installed: Path, namespaces: tuple[str, ...]) -> None:
     command = [*namespaces, "bash", installed / "run_server.sh", "--checkpoint", "tiny"]
     with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
@@ -85,6 +86,7 @@ def test_a_first_process_drains_and_tells_the_servers_exit_code(installed: Path,
     assert "port" in bad.stderr
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_being_made_is_left_at_once_and_finished_by_the_next_start(checkout: Path) -> None:
     """The next start has pip again: what it says is about the packages, which this test lets it not have."""
     command = ["bash", checkout / "run_server.sh"]
