@@ -30,6 +30,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.golden import FILES, TOLERANCE, Mode, check
 from benchmarks.gpu_kernels import compare_attention, matmul_rates, timed
 from benchmarks.gpu_model import Bench, free, load
 from benchmarks.gpu_report import Verdict, begin_part, begin_table, show, show_row, write_rows_to
@@ -39,7 +40,6 @@ from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.settings import EngineSettings
 from engine.startup import load_policy
 from protocol.robot import Observation
-from tests.golden import FILES, TOLERANCE, Mode, check
 
 SESSION = next(path for path in FILES if path.stem == "session")
 STEP_CACHES = ("none", "mask-8", "velocity")

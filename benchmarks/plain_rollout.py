@@ -55,7 +55,7 @@ class PlainRollout:
         self.frames.extend(frames)
         seen = [self.frames[0]] * (4 - len(self.frames)) + list(self.frames)
         window_frames = self.config.dit.window_frames
-        if new or not torch.equal(tokens, self.prompt) or self.start_frame >= window_frames:
+        if new or self.prompt is None or not torch.equal(tokens, self.prompt) or self.start_frame >= window_frames:
             self.start_frame = 0
             self.kv = (self.dit.empty_kv(), self.dit.empty_kv())
         self.prompt = tokens

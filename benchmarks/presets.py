@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.flops import call_flops
+from benchmarks.golden import FILES, Engine, Golden, Mode, Report, build_engine, run_call
 from benchmarks.machine import machine
 from engine.execution import EXECUTIONS
 from engine.model.config import parse_config
@@ -23,7 +24,6 @@ from engine.model.step_cache import step_cache_settings
 from engine.presets import PRESETS, Preset
 from engine.rollout import Rollout
 from engine.session import Session
-from tests.golden import FILES, Engine, Golden, Mode, Report, build_engine, run_call
 
 DROID_14B = parse_config({"action_head_cfg": {"config": {}}})
 BESIDE_FAST = Preset("velocity", 16, "velocity")

@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.golden import Golden, Report
 from benchmarks.machine import machine
 from benchmarks.plain_rollout import PlainRollout
 from engine.checkpoint.open import synthetic_checkpoint
@@ -34,7 +35,6 @@ from engine.rollout import Noise, Rollout, RolloutSettings
 from engine.session import Session
 from engine.startup import build_cache
 from kv_cache.sizing import CPU_DEFAULT_BYTES
-from tests.golden import Golden, Report
 
 CPU = torch.device("cpu")
 
@@ -53,9 +53,7 @@ class Side(Protocol):
 
     seconds: dict[str, float]
 
-    def call(
-        self, frames: Iterable[Tensor], tokens: Tensor, mask: Tensor, state: Tensor, noise: Noise
-    ) -> tuple[Tensor, Tensor]:
+    def call(self, frames: Tensor, tokens: Tensor, mask: Tensor, state: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
         """Video latents (C, F, H, W) and action latents (24, 32); arguments as in `PlainRollout.call`."""
         ...
 
@@ -68,9 +66,7 @@ class EngineSide:
     session: Session
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def call(
-        self, frames: Iterable[Tensor], tokens: Tensor, mask: Tensor, state: Tensor, noise: Noise
-    ) -> tuple[Tensor, Tensor]:
+    def call(self, frames: Tensor, tokens: Tensor, mask: Tensor, state: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
         """As in Side."""
         prediction = self.rollout.call(self.session, frames, tokens, mask, state, noise)
         self.seconds = prediction.seconds

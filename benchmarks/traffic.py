@@ -195,10 +195,12 @@ def block_traffic(config: ModelConfig, fp8: bool) -> tuple[Traffic, int]:
             if fp8:
                 use_fp8(model.blocks)
         _in_bfloat16(model)
-        new = {"device": CUDA, "dtype": dtype}
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, device=CUDA, dtype=dtype)
 
         def cross(count: int) -> tuple[tuple[Tensor, Tensor], ...]:
-            return ((torch.empty(1, count, *heads, **new), torch.empty(1, count, *heads, **new)),)
+            return ((empty(1, count, *heads), empty(1, count, *heads)),)
 
         windows = [list(range(branch * resident, (branch + 1) * resident)) for branch in range(geometry.branches)]
         pool = PagedKV(geometry, geometry.branches * resident, CUDA, "triton")
@@ -207,9 +209,9 @@ def block_traffic(config: ModelConfig, fp8: bool) -> tuple[Traffic, int]:
             pool.plan(windows, [[] for _ in windows], resident),
             CrossContext(tuple(cross(geometry.text_tokens) for _ in windows), cross(geometry.image_tokens)).joined(),
         )
-        time = TimeEmbedding(torch.empty(2, dit.dim, **new), torch.empty(2, 6, dit.dim, **new))
+        time = TimeEmbedding(empty(2, dit.dim), empty(2, 6, dit.dim))
         forward = DirectExecution(model, pool, guidance="batched", compiled=True).forward(context)
-        return count(lambda: forward(torch.empty(1, tokens, dit.dim, **new), time)), pool.layers[0].k.nbytes
+        return count(lambda: forward(empty(1, tokens, dit.dim), time)), pool.layers[0].k.nbytes
 
 
 class _Eager(TorchDispatchMode):

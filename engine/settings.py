@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -15,6 +15,11 @@ from pydantic_core import ErrorDetails
 
 STEPS_OF_MASKS = 16
 """The release's step masks are made for so many denoising steps."""
+
+if TYPE_CHECKING:
+    Bytes = int
+else:
+    Bytes = ByteSize  # reads "8GiB"
 
 PresetName = Literal["release", "quality", "fast"]
 StepCacheName = Literal["none", "mask-5", "mask-6", "mask-7", "mask-8", "velocity"]
@@ -155,7 +160,7 @@ class EngineSettings:
     kv_fraction: float = setting(
         0.8, "part of the device's free memory, after the weights, that the KV pool takes on CUDA", gt=0, le=1
     )
-    kv_bytes: ByteSize | None = setting(
+    kv_bytes: Bytes | None = setting(
         None,
         "absolute size of the KV pool, in bytes or such as 8GiB; overrides kv-fraction. On a CPU the default is 512MiB",
     )

@@ -55,8 +55,8 @@ def main() -> None:
             reply = client.infer(robot.look() | episode, timeout=30.0)
             for action in reply["actions"][:STEPS_PER_CALL]:
                 robot.execute(action)
-            of_episode, milliseconds = reply["episode"], reply["server_timing"]["infer_ms"]
-            print(f"call {of_episode['call']}: window {of_episode['window']}, {milliseconds:.0f} ms, {robot.joints}")
+            episode_so_far, milliseconds = reply["episode"], reply["server_timing"]["infer_ms"]
+            print("call {call}: window {window}".format(**episode_so_far), f"{milliseconds:.0f} ms", sep=", ")
     except PolicyError as refused:
         print(f"the server did not take the observation: {refused}")
     finally:

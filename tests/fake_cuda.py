@@ -210,6 +210,8 @@ class _Stream:
 class _Generator(torch.Generator):
     """A generator on the device; torch itself would ask the driver for one."""
 
+    place: torch.device
+
     def __new__(cls, device: Any = "cpu") -> "_Generator":
         made = super().__new__(cls)
         made.place = torch.device(device)

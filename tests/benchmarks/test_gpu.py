@@ -12,13 +12,13 @@ import torch
 
 from benchmarks import gpu, gpu_kernels
 from benchmarks.flops import Flops, call_flops, forward_flops
+from benchmarks.golden import Mode, Report
 from benchmarks.gpu_model import RandomWeights, droid_14b, load
 from benchmarks.gpu_report import Verdict
 from benchmarks.gpu_speed import Way, begin_speed_table, time_calls
 from engine.model.config import parse_config
 from tests.checkpoints import small
 from tests.fake_cuda import fake_cuda
-from tests.golden import Mode, Report
 
 CPU = torch.device("cpu")
 DROID = parse_config(droid_14b())

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks import plain_rollout, rollout
-from tests.golden import FILES
+from benchmarks.golden import FILES
 
 GOLDEN = next(path for path in FILES if path.stem == "step_mask_8")
 
@@ -25,6 +25,7 @@ def test_both_sides_are_timed_and_agree(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "Size tiny, 2 steps, float32, " in printed
 
 
+@pytest.mark.slow
 def test_an_engine_beyond_tolerance_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with safe_open(GOLDEN, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no dict

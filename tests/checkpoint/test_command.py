@@ -75,6 +75,7 @@ def test_inspect_of_the_14b_layout_reads_headers_alone(tmp_path: Path, capsys: p
         assert line in printed
 
 
+@pytest.mark.slow
 def test_inspect_says_what_smaller_weights_on_the_gpu_make_room_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

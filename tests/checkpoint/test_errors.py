@@ -183,6 +183,7 @@ def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path, case: str) -> Non
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["NaN", "truncated"])
 async def test_the_server_ends_with_that_line_and_exit_code_2(tmp_path: Path, case: str) -> None:
     break_it, _ = CASES[case]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.golden import FILES, TOLERANCE, Golden, build_engine, check_rollout
 from engine.checkpoint.files import read_header
 from engine.checkpoint.names import UNUSED
 from engine.checkpoint.open import Checkpoint, open_checkpoint
@@ -22,7 +23,6 @@ from engine.settings import EngineSettings
 from engine.startup import load_policy
 from protocol.robot import Observation
 from tests.checkpoints import actions_of, droid_shapes, tiny_checkpoint
-from tests.golden import FILES, TOLERANCE, Golden, build_engine, check_rollout
 from tests.process import server
 from tests.serving import Robot, observation
 
@@ -53,6 +53,7 @@ class OnDisk(Golden):
         return open_checkpoint(str(self._directory))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_checkpoint, sharded])
 def test_a_checkpoint_on_disk_gives_the_actions_of_the_one_in_memory(tmp_path: Path, make: object) -> None:
     written = make(tmp_path / "written")  # type: ignore[operator]

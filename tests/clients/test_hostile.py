@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_a_server_that_reads_nothing_cannot_hold_a_call(connect: Connect) -> Non
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await upgrade(reader, writer)
         writer.write(HANDSHAKE_FRAME)
-        writer.transport.pause_reading()
+        cast(asyncio.Transport, writer.transport).pause_reading()
         await silence()
 
     with HostileServer(talk) as server, connect("127.0.0.1", server.port) as client:

@@ -184,18 +184,22 @@ def test_a_connection_lost_between_calls_is_made_again(connect: Connect, caplog:
         assert "was lost; connecting again" in caplog.text
 
 
-def first_dropped(message: dict[str, Any], dialect: Dialect) -> Any:
-    """Cut the connection at observation 1; the second time it is answered."""
-    if message.get("observation/joint_position", [0])[0] == 1 and not first_dropped.done:
-        first_dropped.done = True
-        return DISCONNECT
-    return spec_answer(message, dialect)
+class FirstDropped:
+    """Cuts the connection at observation 1; the second time it is answered."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def __call__(self, message: dict[str, Any], dialect: Dialect) -> Any:
+        if message.get("observation/joint_position", [0])[0] == 1 and not self.done:
+            self.done = True
+            return DISCONNECT
+        return spec_answer(message, dialect)
 
 
 @pytest.fixture
 def dropping_server() -> Iterator[WireServer]:
-    first_dropped.done = False
-    with WireServer(first_dropped) as server:
+    with WireServer(FirstDropped()) as server:
         yield server
 
 

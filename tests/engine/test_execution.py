@@ -10,12 +10,23 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.golden import (
+    FILES,
+    TOLERANCE,
+    Engine,
+    Golden,
+    Mode,
+    Report,
+    build_engine,
+    check,
+    check_rollout,
+    run_call,
+)
 from engine.execution import DirectExecution
 from engine.graphs import CapturedFunction, CudaCapture, GraphExecution
 from engine.model.dit import ForwardContext, TimeEmbedding
 from engine.rollout import Prediction
 from engine.session import Session
-from tests.golden import FILES, TOLERANCE, Engine, Golden, Mode, Report, build_engine, check, check_rollout, run_call
 
 SESSION = next(path for path in FILES if path.stem == "session")
 MASKED = next(path for path in FILES if path.stem == "step_mask_8")
@@ -78,6 +89,7 @@ def test_compiled_blocks_write_into_the_pool_and_copy_none_of_it() -> None:
     assert hidden <= max(largest[1:]) < engine.cache.paged.layers[0].k.nbytes / 4, "the first one compiled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guidance", ["batched", "separate"])
 def test_one_capture_serves_every_fill_and_call(guidance: str) -> None:
     """A window that grows, restarts, and grows again: prefill of one frame and of two, and denoising."""
@@ -113,7 +125,7 @@ def test_a_capture_that_gives_other_numbers_is_not_used(
         return lambda: work() + 1
 
     engine.rollout._execution = GraphExecution(
-        DirectExecution(engine.model.dit, engine.cache.paged, True, False), broken
+        DirectExecution(engine.model.dit, engine.cache.paged, "batched", False), broken
     )
     assert check_rollout(golden, engine).clean(TOLERANCE)
     assert engine.rollout.execution == "compile"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.golden import FILES, Golden, build_engine
 from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.model.config import parse_config
 from engine.model.text import LONGEST_PROMPT
@@ -21,7 +22,6 @@ from engine.startup import build_cache, load_policy, require_memory
 from kv_cache.sizing import NotEnoughMemory
 from protocol.robot import Observation
 from tests.checkpoints import observation
-from tests.golden import FILES, Golden, build_engine
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from benchmarks import presets
+from benchmarks.golden import FILES
 from engine.model.fp8 import has_fp8
 from engine.presets import PRESETS, Preset, resolve
 from engine.settings import EngineSettings
 from policy_server.settings import parse_settings
-from tests.golden import FILES
 
 
 def test_the_release_s_default_is_ours() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.golden import TOLERANCE, Engine, Golden, Mode, Report, build_engine, run_call
 from engine.rollout import Prediction
 from engine.session import Session
-from tests.golden import TOLERANCE, Engine, Golden, Mode, Report, build_engine, run_call
 from tests.kv import bytes_for
 
 FILES = Path(__file__).parents[1] / "golden_files"
@@ -70,6 +70,7 @@ def with_room_for(sessions: int, engine: Engine) -> Engine:
     return engine.with_cache(bytes_for(sessions, engine.cache.geometry, engine.cache.policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_interleaved_sessions_get_bit_for_bit_what_they_get_alone(seed: int, engine, goldens, alone) -> None:
     shared = with_room_for(3, engine)

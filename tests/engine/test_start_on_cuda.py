@@ -101,7 +101,10 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) if "14B," in name or "fp8" in name else name for name in WAYS],
+)
 def way(request: pytest.FixtureRequest) -> tuple[Road, EngineSettings, int]:
     settings, index = WAYS[request.param]
     return walk(settings), settings, index

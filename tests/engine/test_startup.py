@@ -48,6 +48,7 @@ def counted(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
     return lambda: runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "steps", "runs"),
     [
@@ -71,6 +72,7 @@ def test_steps_and_step_cache(monkeypatch: pytest.MonkeyPatch, flags: tuple[str,
     assert count() == runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--guidance-scale", "2"), ("--sigma-shift", "3"), ("--seed", "1")])
 def test_numbers_change_the_actions(plain: np.ndarray, flags: tuple[str, ...]) -> None:
     changed = actions(load(*flags))
@@ -108,6 +110,7 @@ def test_a_seed_per_call_is_the_same_for_every_session_and_call(plain: np.ndarra
     assert torch.equal(noise_of(policy, "a", 0), noise_of(policy, "b", 7))
 
 
+@pytest.mark.slow
 def test_a_seed_per_session_differs_between_sessions_and_calls_and_repeats_on_rerun() -> None:
     policy = load("--seed-per", "session")
     a, b = actions(policy, "a"), actions(policy, "b")

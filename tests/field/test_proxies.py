@@ -121,6 +121,7 @@ async def test_large_messages_pass_both_ways_whole(lab: Lab) -> None:
     policy.forget_all()
 
 
+@pytest.mark.slow
 async def test_pings_keep_an_idle_robot_connected_beyond_the_timeout_of_the_proxy(lab: Lab) -> None:
     short = {"nginx": {"read_timeout 1h": "read_timeout 2s"}, "haproxy": {"timeout tunnel 1h": "timeout tunnel 2s"}}
     edits = short[lab.proxy.kind]

@@ -86,7 +86,7 @@ def case(length: int, page: int, head_dim: int, dtype: torch.dtype) -> Case:
     generator = torch.Generator().manual_seed(length)
     current, pool = (2, length, HEADS, head_dim), (9, page, HEADS, head_dim)
     drawn = (torch.randn(shape, generator=generator).to(dtype) for shape in (current, current, current, pool, pool))
-    return Case(*drawn, torch.tensor([table + [0] * 3 for table in TABLES], dtype=torch.int32))
+    return Case(*drawn, torch.tensor([table + [0] * 3 for table in TABLES], dtype=torch.int32))  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("page", [6, 22, 32])
@@ -124,11 +124,11 @@ def test_one_branch_alone_gets_the_same() -> None:
 def test_queries_keys_and_values_may_be_parts_of_one_tensor() -> None:
     whole = case(21, 22, 64, torch.float32)
     parts = torch.stack([whole.q, whole.k, whole.v], dim=2).unbind(2)
-    Case(*parts, whole.k_cache, whole.v_cache, whole.table).check(70, 70)
+    Case(*parts, whole.k_cache, whole.v_cache, whole.table).check(70, 70)  # type: ignore[call-arg]
     cut = (t[:, 3:15] for t in parts)  # now branches do not follow each other
-    Case(*cut, whole.k_cache, whole.v_cache, whole.table).check(70, 70)
+    Case(*cut, whole.k_cache, whole.v_cache, whole.table).check(70, 70)  # type: ignore[call-arg]
     turned = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in parts)
-    Case(*turned, whole.k_cache, whole.v_cache, whole.table).check(70, 70)
+    Case(*turned, whole.k_cache, whole.v_cache, whole.table).check(70, 70)  # type: ignore[call-arg]
 
 
 def test_a_cache_that_is_not_contiguous_is_refused() -> None:

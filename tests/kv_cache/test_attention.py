@@ -37,7 +37,7 @@ def test_what_comes_from_one_tensor_is_attended_as_what_comes_alone() -> None:
             first = cache.paged.layers[0].attend(q, k, v, plan)
         with cache.lease(session, 2) as plan:
             got = cache.paged.layers[0].attend(q, k, v, plan)
-            assert torch.equal(got, cache.paged.layers[0].attend(*(t.contiguous() for t in (q, k, v)), plan))
+            assert torch.equal(got, cache.paged.layers[0].attend(q.contiguous(), k.contiguous(), v.contiguous(), plan))
             # Its window is what it is itself.
             torch.testing.assert_close(got, first)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from benchmarks.golden import FILES, Mode, check
 from engine.checkpoint.error import CheckpointError
 from engine.checkpoint.footprint import LiveBytes
 from engine.checkpoint.open import open_checkpoint
@@ -20,7 +21,6 @@ from engine.model.weights import Model, WeightBytes, build_model, load_model, we
 from engine.settings import EngineSettings
 from engine.startup import PolicyLoadError, load_policy
 from tests.checkpoints import actions_of, fine_tune, merged
-from tests.golden import FILES, Mode, check
 
 CPU = torch.device("cpu")
 TINY = parse_config(BUILTIN_CONFIGS["tiny"])

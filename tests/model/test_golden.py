@@ -11,14 +11,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.golden import FILES, TOLERANCE, Golden, Report, check
 from engine.checkpoint.synthetic import BUILTIN_CONFIGS, BUILTIN_STATISTICS
 from engine.model.config import parse_config
-from tests.golden import FILES, TOLERANCE, Golden, Report, check
 
 SHARED = Path(__file__).parents[3] / "shared" / "golden"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+QUICK = ("session", "step_mask_8", "dit_window")
+PARAMETERS = [pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.slow, id=path.stem) for path in FILES]
+
+
+@pytest.mark.parametrize("path", PARAMETERS)
 def test_golden_file_is_reproduced(path: Path) -> None:
     report = check(path)
     assert report.clean(TOLERANCE), report

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.golden import FILES, TOLERANCE, Golden, Report, build_engine
 from benchmarks.plain_rollout import PlainRollout
 from engine.model.step_cache import StepCacheSettings
 from engine.rollout import RolloutSettings
-from tests.golden import FILES, TOLERANCE, Golden, Report, build_engine
 
 PATHS = [path for path in FILES if path.stem == "prompt_change"]
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.golden import FILES, TOLERANCE, Golden, build_engine, check_rollout
 from engine.checkpoint.open import open_checkpoint
 from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.model.config import parse_config
@@ -12,7 +13,6 @@ from engine.model.weights import Model, WeightBytes, build_model, load_model, we
 from engine.rollout import Rollout, RolloutSettings
 from engine.settings import EngineSettings
 from engine.startup import build_cache, load_policy
-from tests.golden import FILES, TOLERANCE, Golden, build_engine, check_rollout
 
 META = torch.device("meta")
 TINY = parse_config(BUILTIN_CONFIGS["tiny"])

@@ -23,6 +23,7 @@ async def ask_without_end(robot: Robot, message: dict[str, object] | bytes) -> N
             await robot.ask(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["addresses", "a proxy"])
 async def test_a_robot_beside_greedy_connections_has_every_other_turn_and_is_never_refused(way: str) -> None:
     order: list[str] = []

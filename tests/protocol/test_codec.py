@@ -144,7 +144,9 @@ def test_the_first_array_decides_the_dialect() -> None:
 
 def test_a_boolean_array_holds_only_zero_and_one() -> None:
     frame = encode(np.array([True, False, True]), Dialect.OPENPI).replace(b"\x01\x00\x01", b"\x07\x00\xff")
-    assert decode(frame)[0].view(np.uint8).tolist() == [1, 0, 1]
+    value, _ = decode(frame)
+    assert isinstance(value, np.ndarray)
+    assert value.view(np.uint8).tolist() == [1, 0, 1]
 
 
 def test_decoded_arrays_own_their_memory_and_cost_one_copy() -> None:
@@ -156,6 +158,7 @@ def test_decoded_arrays_own_their_memory_and_cost_one_copy() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1.05 * len(frame)
+    assert isinstance(value, dict)
     for array in value.values():
         assert not np.shares_memory(array, alias)
     value["a"][:] = 9

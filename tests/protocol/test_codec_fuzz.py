@@ -49,12 +49,14 @@ def in_native_order(value: object) -> object:
             return value
 
 
+@pytest.mark.slow
 @BOUNDED
 @given(values, st.sampled_from(Dialect))
 def test_any_value_comes_back_as_it_was(value: object, dialect: Dialect) -> None:
     assert digest(decode(encode(value, dialect))[0]) == digest(in_native_order(value))
 
 
+@pytest.mark.slow
 @BOUNDED
 @given(values, values)
 def test_what_is_not_wanted_is_passed_over_whatever_it_is(junk: object, kept: object) -> None:
