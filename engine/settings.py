@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import ErrorDetails
+
+from engine.files.expectation import expectation
 
 STEPS_OF_MASKS = 16
 """The release's step masks are made for so many denoising steps."""
@@ -39,33 +40,8 @@ def explain(error: ValidationError, names: Mapping[str, str] = MappingProxyType(
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     field = str(first["loc"][0])
-    return f"{names.get(field, field.replace('_', '-'))}: expected {_expected(first)}, found {first['input']!r}"
-
-
-def _expected(error: ErrorDetails) -> str:
-    context = error.get("ctx", {})
-    match error["type"].removesuffix("_parsing").removesuffix("_type"):
-        case "literal_error":
-            return f"one of {context['expected'].replace(' or ', ', ')}".replace("'", "")
-        case "greater_than_equal":
-            return f"{context['ge']:g} or more"
-        case "greater_than":
-            return f"more than {context['gt']:g}"
-        case "less_than_equal":
-            return f"at most {context['le']:g}"
-        case "finite_number":
-            return "a finite number"
-        case "int" | "int_from_float":
-            return "a whole number"
-        case "float":
-            return "a number"
-        case "bool":
-            return "yes or no"
-        case "byte_size" | "byte_size_unit":
-            return "bytes, or a size such as 8GiB"
-        case "string_pattern_mismatch":
-            return "auto, cpu, cuda or cuda:N"
-    return error["msg"]
+    expected = "auto, cpu, cuda or cuda:N" if field == "device" else expectation(first)
+    return f"{names.get(field, field.replace('_', '-'))}: expected {expected}, found {first['input']!r}"
 
 
 def _between_commas(value: object) -> object:

@@ -2,18 +2,87 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
-from engine.files.yaml_entry import Entry, read_yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+
+from engine.files.expectation import expectation
+from engine.files.yaml_file import YamlError, load_yaml
 from engine.robot.embodiment import ActionVector, Cell, Embodiment, EmbodimentError
 from protocol.robot import REQUEST_KEYS, StateVector, View
 
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "embodiments").glob("*.yaml"))}
 """Embodiments that come with the project: name to file."""
 
-_DEFAULT_CROP = 0.95
-_DEFAULT_PROMPT = "Perform the default behavior."
-_HANDSHAKE = {"image_resolution", "needs_wrist_camera", "n_external_cameras"}
+Text = Annotated[str, StringConstraints(pattern=r"\S")]
+Size = Annotated[int, Field(ge=1)]
+
+
+class _Entries(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _View(_Entries):
+    keys: list[Text] | None = Field(default=None, min_length=1)
+    required: bool | None = None
+    one_of: Text | None = None
+
+
+class _Cell(_Entries):
+    view: Text
+    width: Size = 1
+    height: Size = 1
+
+
+class _State(_Entries):
+    size: Size
+    key: Text | None = None
+    meaning: Text | None = None
+
+
+class _Action(_Entries):
+    size: Size
+    relative_to: Text | None = None
+
+
+class _Handshake(_Entries):
+    image_resolution: list[Size] | None = Field(default=None, min_length=2, max_length=2)
+    needs_wrist_camera: bool | None = None
+    n_external_cameras: int | None = Field(default=None, ge=0)
+
+
+def _or_empty(value: object) -> object:
+    return {} if value is None else value
+
+
+def _view_alone(value: object) -> object:
+    return {"view": value} if isinstance(value, str) else value
+
+
+_Row = Annotated[list[Annotated[_Cell, BeforeValidator(_view_alone)]], Field(min_length=1)]
+
+
+class _File(_Entries):
+    name: Text
+    views: dict[Text, Annotated[_View, BeforeValidator(_or_empty)]] = Field(min_length=1)
+    layout: list[Annotated[list[Annotated[_Cell, BeforeValidator(_view_alone)]], Field(min_length=1)]] = Field(
+        min_length=1
+    )
+    crop: float = Field(default=0.95, gt=0, le=1)
+    template: Text
+    default_prompt: Text = "Perform the default behavior."
+    state: dict[Text, _State] = Field(min_length=1)
+    action: dict[Text, _Action] = Field(min_length=1)
+    handshake: Annotated[_Handshake, BeforeValidator(_or_empty)] = _Handshake()
+
+
+_MAPS: dict[str, type[_Entries]] = {
+    "views": _View, "layout": _Cell, "state": _State, "action": _Action, "handshake": _Handshake,
+}  # fmt: skip
+Refuse = Callable[[str, str, object], NoReturn]
 
 
 def read_embodiment(name: str) -> Embodiment:
@@ -24,117 +93,113 @@ def read_embodiment(name: str) -> Embodiment:
     path = BUILT_IN.get(name, Path(name))
     if not os.path.isfile(path):
         raise EmbodimentError(f"embodiment {name!r} is neither built in ({', '.join(BUILT_IN)}) nor a YAML file")
-    whole = read_yaml(path, EmbodimentError)
-    entries = whole.fields(
-        {"name", "views", "layout", "template", "state", "action"}, {"crop", "default_prompt", "handshake"}
+    refuse = partial(_refuse, path)
+    try:
+        content = load_yaml(path)
+        file = _File.model_validate(content)
+    except (OSError, YamlError) as error:
+        raise EmbodimentError(str(error)) from error
+    except ValidationError as error:
+        _explain(error, refuse)
+    views = tuple(_view(name, view, refuse) for name, view in file.views.items())
+    state = tuple(
+        StateVector(
+            name=name,
+            size=vector.size,
+            key=vector.key or f"observation/{name}",
+            meaning=vector.meaning or "number" + "s" * (vector.size > 1),
+        )
+        for name, vector in file.state.items()
     )
-    views = tuple(_view(name, entry) for name, entry in entries["views"].named().items())
-    state = tuple(_state(name, entry) for name, entry in entries["state"].named().items())
-    _check_views(entries["views"], views)
-    _check_keys(whole, views, state)
+    for name, action in file.action.items():
+        fitting = [vector.name for vector in state if vector.size == action.size]
+        if action.relative_to is not None and action.relative_to not in fitting:
+            expected = f"a state vector of size {action.size} ({', '.join(fitting) or 'there is none'})"
+            refuse(f"action.{name}.relative_to", expected, action.relative_to)
+    if "{p}" not in file.template:
+        refuse("template", "a text with {p} where the prompt goes", file.template)
+    _check_views(views, file, refuse)
+    _check_layout(file, refuse)
+    _check_keys(path, views, state)
     return Embodiment(
-        name=entries["name"].text(),
+        name=file.name,
         views=views,
-        layout=_layout(entries["layout"], views),
-        crop=entries["crop"].share() if "crop" in entries else _DEFAULT_CROP,
-        template=_template(entries["template"]),
-        default_prompt=entries["default_prompt"].text() if "default_prompt" in entries else _DEFAULT_PROMPT,
+        layout=tuple(tuple(Cell(**cell.model_dump()) for cell in row) for row in file.layout),
+        crop=file.crop,
+        template=file.template,
+        default_prompt=file.default_prompt,
         state=state,
-        action=tuple(_action(name, entry, state) for name, entry in entries["action"].named().items()),
-        own_handshake=_handshake(entries["handshake"]) if "handshake" in entries else {},
+        action=tuple(ActionVector(name=name, **action.model_dump()) for name, action in file.action.items()),
+        own_handshake=file.handshake.model_dump(exclude_none=True),
     )
 
 
-def _view(name: str, entry: Entry) -> View:
-    given = entry.fields(set(), {"keys", "required", "one_of"})
-    keys = tuple(key.text() for key in given["keys"].items()) if "keys" in given else (f"observation/{name}",)
-    one_of = given["one_of"].text() if "one_of" in given else None
-    required = given["required"].flag() if "required" in given else one_of is None
-    if required and one_of is not None:
-        raise given["required"].error("false, or no 'one_of': a view that is always needed is not one of several")
-    return View(name=name, keys=keys, required=required, one_of=one_of)
+def _refuse(path: Path, place: str, expected: str, value: object) -> NoReturn:
+    found = "nothing" if value is None else f"{type(value).__name__} {value!s:.60}"
+    where = f"{path}: {place}" if place else str(path)
+    raise EmbodimentError(f"{where}: expected {expected}, found {' '.join(found.split())}")
 
 
-def _state(name: str, entry: Entry) -> StateVector:
-    given = entry.fields({"size"}, {"key", "meaning"})
-    size = given["size"].whole(least=1)
-    return StateVector(
-        name=name,
-        size=size,
-        key=given["key"].text() if "key" in given else f"observation/{name}",
-        meaning=given["meaning"].text() if "meaning" in given else "number" + "s" * (size > 1),
-    )
+def _explain(error: ValidationError, refuse: Refuse) -> NoReturn:
+    """Refuse the first thing that is wrong with the entries of a file."""
+    errors = error.errors()
+    # An entry that nobody knows may well be what is missing under another name.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    is_key = "[key]" in first["loc"]
+    steps = [step for step in first["loc"] if step != "[key]"]
+    place = "".join(f"[{step}]" if isinstance(step, int) and not is_key else f".{step}" for step in steps)
+    expected, value = expectation(first), None if first["type"] == "missing" else first["input"]
+    if is_key:
+        expected = "a text as key"
+    elif first["type"] == "extra_forbidden":
+        known = _MAPS[str(steps[0])] if len(steps) > 1 else _File
+        expected += f" (there are {', '.join(sorted(known.model_fields))})"
+    refuse(place.removeprefix("."), expected, value)
 
 
-def _action(name: str, entry: Entry, state: tuple[StateVector, ...]) -> ActionVector:
-    given = entry.fields({"size"}, {"relative_to"})
-    size = given["size"].whole(least=1)
-    if "relative_to" not in given:
-        return ActionVector(name=name, size=size)
-    reference = given["relative_to"].text()
-    fitting = [vector.name for vector in state if vector.size == size]
-    if reference not in fitting:
-        raise given["relative_to"].error(f"a state vector of size {size} ({', '.join(fitting) or 'there is none'})")
-    return ActionVector(name=name, size=size, relative_to=reference)
+def _view(name: str, view: _View, refuse: Refuse) -> View:
+    required = view.one_of is None if view.required is None else view.required
+    if required and view.one_of is not None:
+        expected = "false, or no 'one_of': a view that is always needed is not one of several"
+        refuse(f"views.{name}.required", expected, view.required)
+    keys = tuple(view.keys or [f"observation/{name}"])
+    return View(name=name, keys=keys, required=required, one_of=view.one_of)
 
 
-def _layout(entry: Entry, views: tuple[View, ...]) -> tuple[tuple[Cell, ...], ...]:
-    names = {view.name for view in views}
-    rows = [(row, tuple(_cell(cell, names) for cell in row.items())) for row in entry.items()]
-    width = sum(cell.width for cell in rows[0][1])
-    for row, cells in rows:
-        if len({cell.height for cell in cells}) > 1:
-            raise row.error("views of one height in a row")
-        if sum(cell.width for cell in cells) != width:
-            raise row.error(f"a row {width} views wide, as the first is")
-    counts = Counter(cell.view for _, cells in rows for cell in cells)
-    for name in sorted(names):
-        if counts[name] != 1:
-            raise entry.error(f"the view {name!r} once")
-    return tuple(cells for _, cells in rows)
-
-
-def _cell(entry: Entry, names: set[str]) -> Cell:
-    given = entry.fields({"view"}, {"width", "height"}) if isinstance(entry.value, dict) else {"view": entry}
-    if given["view"].text() not in names:
-        raise given["view"].error(f"one of the views {', '.join(sorted(names))}")
-    width, height = (given[side].whole(least=1) if side in given else 1 for side in ("width", "height"))
-    return Cell(view=given["view"].text(), width=width, height=height)
-
-
-def _template(entry: Entry) -> str:
-    if "{p}" not in entry.text():
-        raise entry.error("a text with {p} where the prompt goes")
-    return entry.text()
-
-
-def _handshake(entry: Entry) -> dict[str, object]:
-    given = entry.fields(set(), _HANDSHAKE)
-    values: dict[str, object] = {}
-    if "image_resolution" in given:
-        sides = [side.whole(least=1) for side in given["image_resolution"].items()]
-        if len(sides) != 2:
-            raise given["image_resolution"].error("height and width")
-        values["image_resolution"] = sides
-    if "needs_wrist_camera" in given:
-        values["needs_wrist_camera"] = given["needs_wrist_camera"].flag()
-    if "n_external_cameras" in given:
-        values["n_external_cameras"] = given["n_external_cameras"].whole(least=0)
-    return values
-
-
-def _check_views(entry: Entry, views: tuple[View, ...]) -> None:
+def _check_views(views: tuple[View, ...], file: _File, refuse: Refuse) -> None:
     if not any(view.required or view.one_of for view in views):
-        raise entry.error("at least one view that is required or one_of several")
+        refuse("views", "at least one view that is required or one_of several", _plain(file.views))
     if len({len(view.keys) for view in views if len(view.keys) > 1}) > 1:
-        raise entry.error("equally many keys for all views with several, since the i-th of each belong together")
+        expected = "equally many keys for all views with several, since the i-th of each belong together"
+        refuse("views", expected, _plain(file.views))
 
 
-def _check_keys(whole: Entry, views: tuple[View, ...], state: tuple[StateVector, ...]) -> None:
+def _check_layout(file: _File, refuse: Refuse) -> None:
+    width = sum(cell.width for cell in file.layout[0])
+    for index, row in enumerate(file.layout):
+        cells = [cell.model_dump() for cell in row]
+        for column, cell in enumerate(row):
+            if cell.view not in file.views:
+                refuse(f"layout[{index}][{column}]", f"one of the views {', '.join(sorted(file.views))}", cell.view)
+        if len({cell.height for cell in row}) > 1:
+            refuse(f"layout[{index}]", "views of one height in a row", cells)
+        if sum(cell.width for cell in row) != width:
+            refuse(f"layout[{index}]", f"a row {width} views wide, as the first is", cells)
+    counts = Counter(cell.view for row in file.layout for cell in row)
+    for name in sorted(file.views):
+        if counts[name] != 1:
+            refuse("layout", f"the view {name!r} once", dict(counts))
+
+
+def _check_keys(path: Path, views: tuple[View, ...], state: tuple[StateVector, ...]) -> None:
     """Each key of a request means one thing in one naming of the cameras."""
     namings = max(len(view.keys) for view in views)
     for naming in range(namings):
         keys = [view.keys[naming if len(view.keys) > 1 else 0] for view in views] + [vector.key for vector in state]
         for key, count in Counter(keys).items():
             if count > 1 or key in REQUEST_KEYS:
-                raise EmbodimentError(f"{whole.file}: the request's key {key!r} would mean two things; expected one")
+                raise EmbodimentError(f"{path}: the request's key {key!r} would mean two things; expected one")
+
+
+def _plain(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry.model_dump(exclude_none=True) for name, entry in entries.items()}

@@ -215,5 +215,5 @@ def test_a_checkpoint_without_the_robot_s_statistics_is_refused_before_its_weigh
 async def test_a_server_with_a_bad_file_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "robot.yaml").write_text("name: robot")
     settings = ServerSettings(port=0, engine=EngineSettings(embodiment=str(tmp_path / "robot.yaml")))
-    with pytest.raises(SettingsError, match=r"robot\.yaml: action: expected an entry, found nothing"):
+    with pytest.raises(SettingsError, match=r"robot\.yaml: views: expected an entry, found nothing"):
         await PolicyServer(settings, lambda report: load_policy(settings.engine, report)).start()

@@ -96,12 +96,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"name": ...}, "name: expected an entry, found nothing"),
     "a number as name": ({"name": 7}, "name: expected text, found int 7"),
     "an unknown entry": ({"colour": "red"}, "colour: expected no such entry (there are action, crop, default_prompt"),
-    "no views": ({"views": {}}, "views: expected a map with at least one entry, found dict {}"),
+    "no views": ({"views": {}}, "views: expected 1 or more entries, found dict {}"),
     "views as a list": ({"views": ["front"]}, "views: expected a map, found list ['front']"),
     "a view by number": ({"views": {1: None}}, "views.1: expected a text as key, found int 1"),
     "an unknown view entry": ({"views": {"front": {"key": "a"}}}, "views.front.key: expected no such entry"),
     "a key that is no text": ({"views": {"front": {"keys": [3]}}}, "views.front.keys[0]: expected text, found int 3"),
-    "no keys": ({"views": {"front": {"keys": []}}}, "views.front.keys: expected a list with at least one entry"),
+    "no keys": ({"views": {"front": {"keys": []}}}, "views.front.keys: expected 1 or more entries, found list []"),
     "required in words": ({"views": {"front": {"required": "very"}}}, "views.front.required: expected true or false"),
     "needed and one of several": (
         {"views": {"front": {"required": True, "one_of": "camera"}}},
@@ -118,10 +118,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key of the protocol": ({"views": {"front": {"keys": ["prompt"]}}}, "'prompt' would mean two things"),
     "a camera that is a state": ({"state": {"joints": {"size": 2, "key": "a"}}}, "'a' would mean two things"),
-    "no layout": ({"layout": []}, "layout: expected a list with at least one entry"),
+    "no layout": ({"layout": []}, "layout: expected 1 or more entries, found list []"),
     "an unknown cell": ({"layout": [["back"]]}, "layout[0][0]: expected one of the views front, found str back"),
     "a cell without view": ({"layout": [[{"width": 2}]]}, "layout[0][0].view: expected an entry"),
-    "no width": ({"layout": [[{"view": "front", "width": 0}]]}, "layout[0][0].width: expected a whole number of at"),
+    "no width": ({"layout": [[{"view": "front", "width": 0}]]}, "layout[0][0].width: expected 1 or more, found int 0"),
     "uneven rows": (
         {"views": TWO_VIEWS, "layout": [["front"], [{"view": "hand", "width": 2}]]},
         "layout[1]: expected a row 1 views wide, as the first is",
@@ -132,14 +132,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a view twice": ({"layout": [["front"], ["front"]]}, "layout: expected the view 'front' once"),
     "a view nowhere": ({"views": TWO_VIEWS}, "layout: expected the view 'hand' once"),
-    "crop of nothing": ({"crop": 0}, "crop: expected a number above 0 and up to 1, found int 0"),
-    "crop of more": ({"crop": 1.5}, "crop: expected a number above 0 and up to 1, found float 1.5"),
-    "crop not a number": ({"crop": float("nan")}, "crop: expected a number above 0 and up to 1"),
+    "crop of nothing": ({"crop": 0}, "crop: expected more than 0, found int 0"),
+    "crop of more": ({"crop": 1.5}, "crop: expected at most 1, found float 1.5"),
+    "crop not a number": ({"crop": float("nan")}, "crop: expected at most 1, found float nan"),
     "no place for the prompt": ({"template": "Move."}, "template: expected a text with {p} where the prompt goes"),
     "state without size": ({"state": {"joints": {}}}, "state.joints.size: expected an entry, found nothing"),
     "state of half a number": ({"state": {"joints": {"size": 1.5}}}, "state.joints.size: expected a whole number"),
     "state as text": ({"state": "joints"}, "state: expected a map, found str joints"),
-    "no action": ({"action": None}, "action: expected a map with at least one entry, found nothing"),
+    "no action": ({"action": None}, "action: expected a map, found nothing"),
     "relative to nothing": (
         {"action": {"joints": {"size": 2, "relative_to": "hand"}}},
         "action.joints.relative_to: expected a state vector of size 2 (joints), found str hand",
@@ -149,8 +149,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "action.joints.relative_to: expected a state vector of size 3 (there is none)",
     ),
     "a seventh handshake key": ({"handshake": {"model": "x"}}, "handshake.model: expected no such entry"),
-    "one side": ({"handshake": {"image_resolution": [180]}}, "handshake.image_resolution: expected height and width"),
-    "cameras below zero": ({"handshake": {"n_external_cameras": -1}}, "handshake.n_external_cameras: expected a whole"),
+    "one side": (
+        {"handshake": {"image_resolution": [180]}},
+        "handshake.image_resolution: expected 2 or more entries, found list [180]",
+    ),
+    "cameras below zero": (
+        {"handshake": {"n_external_cameras": -1}},
+        "handshake.n_external_cameras: expected 0 or more",
+    ),
 }
 
 
