@@ -118,7 +118,7 @@ def allocated_mib() -> float:
 
 def serve_ours(ready: Connection, make_policy: Callable[[], object], settings: dict[str, Any]) -> None:
     """Run this project's server until SIGTERM; send its port."""
-    from policy_server.garbage import freeze_gc
+    from policy_server.process import freeze_gc
     from policy_server.server import PolicyServer
     from policy_server.settings import ServerSettings
 

@@ -20,14 +20,13 @@ from engine.model.step_cache import step_cache_settings
 from engine.model.weights import load_model, weight_bytes
 from engine.policy import Policy
 from engine.presets import Preset, resolve
-from engine.profile_run import activation_bytes
 from engine.robot.embodiment import EmbodimentError
 from engine.robot.embodiment_file import read_embodiment
 from engine.robot.normalization import StatisticsError
 from engine.robot.transforms import Transforms
 from engine.rollout import Rollout, RolloutSettings
 from engine.settings import EngineSettings
-from engine.warmup import warm_up
+from engine.warmup import activation_bytes, warm_up
 from kv_cache.attention import DEVICE_SIDE, available_backends, choose_backend
 from kv_cache.cache import KVCache
 from kv_cache.paged_kv import KVGeometry

@@ -1,6 +1,7 @@
 """The server's process: settings in, a server until it is told to stop, an exit code out."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -12,7 +13,6 @@ from engine.device_faults import DeviceUnavailable
 from engine.settings import EngineSettings
 from engine.worker import LoadPolicy
 from policy_server.descriptors import AcceptErrors
-from policy_server.garbage import freeze_gc, unfreeze_gc
 from policy_server.logs import configure_logging, log_event
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError, parse_settings
@@ -131,3 +131,25 @@ def _ready_line(checkpoint: str, is_trained: bool) -> str:
 def _exit_now(code: int) -> NoReturn:
     logging.shutdown()
     os._exit(code)
+
+
+_FULL_EVERY = 1
+
+
+def freeze_gc() -> None:
+    """Have the collector leave alone what is loaded by now: some 400,000 objects, of libraries for the most part.
+
+    Left to itself it looks at all of them in a full collection, which stops every thread for long, and so it waits
+    until a hundred thousand more have come. Without them a full collection is short; it can come often, and what
+    connections leave behind in cycles does not add up.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # counts anew what there is to look at
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, _FULL_EVERY)
+
+
+def unfreeze_gc() -> None:
+    """Have the collector see everything again: at the interpreter's end libraries report as leaked what it does not."""
+    gc.unfreeze()

@@ -15,10 +15,10 @@ from engine.model.config import parse_config
 from engine.model.text import LONGEST_PROMPT
 from engine.model.weights import build_model, weight_bytes
 from engine.policy import Policy
-from engine.profile_run import profile_calls
 from engine.rollout import Rollout
 from engine.settings import EngineSettings
 from engine.startup import build_cache, load_policy, require_memory
+from engine.warmup import profile_calls
 from kv_cache.sizing import NotEnoughMemory
 from protocol.robot import Observation
 from tests.checkpoints import observation

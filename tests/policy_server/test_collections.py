@@ -9,7 +9,7 @@ import pytest
 SERVE = """
 import gc, sys
 from collections import deque
-from policy_server.garbage import freeze_gc
+from policy_server.process import freeze_gc
 
 loaded = [[] for _ in range(400_000)]
 gc.collect()
