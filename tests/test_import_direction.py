@@ -1,4 +1,4 @@
-"""The direction of imports between the rooms: robot -> protocol -> policy_server -> engine -> kv_cache."""
+"""The house's rules: imports go one way, files are read in one sitting, and rooms are not crowded."""
 
 import ast
 from pathlib import Path
@@ -51,3 +51,32 @@ def test_a_room_imports_only_what_lies_to_its_right(room: str) -> None:
 def test_the_walk_sees_every_kind_of_import() -> None:
     source = "import a.b\nfrom c.d import e\ndef f():\n    import g\n    if True:\n        from h import i\n"
     assert imports(source) == {"a", "c", "g", "h"}
+
+
+def test_of_the_protocol_the_engine_knows_what_a_robot_is_alone() -> None:
+    """Not how a request is written: another wire would leave the engine as it is."""
+    for module in (ROOT / "engine").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "protocol":
+                assert node.module == "protocol.robot", f"{module.relative_to(ROOT)} imports {node.module}"
+
+
+MOST_LINES, MOST_FILES = 350, 14
+EVERYWHERE = (*sorted(ROOMS), "benchmarks", "tests", "examples")
+
+
+def test_no_file_is_longer_than_one_sitting_but_for_the_transformer() -> None:
+    long = {
+        str(path.relative_to(ROOT))
+        for room in EVERYWHERE
+        for path in (ROOT / room).rglob("*.py")
+        if len(path.read_text().splitlines()) > MOST_LINES
+    }
+    assert long <= {"engine/model/dit.py"}
+
+
+def test_no_folder_is_crowded() -> None:
+    for room in EVERYWHERE:
+        for folder in (ROOT / room, *(path for path in (ROOT / room).rglob("*") if path.is_dir())):
+            files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+            assert len(files) <= MOST_FILES, f"{folder.relative_to(ROOT)} has {len(files)} files side by side"

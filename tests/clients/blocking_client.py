@@ -57,7 +57,7 @@ both_clients = pytest.mark.parametrize("connect", [PolicyClient, Blocking], ids=
 
 
 def observation(number: float = 0, **more: object) -> dict[str, Any]:
-    """A valid observation that tests.wire_server answers with `actions(number)`."""
+    """A valid observation that tests.clients.wire_server answers with `actions(number)`."""
     image = np.zeros((18, 32, 3), np.uint8)
     return {
         "observation/exterior_image_1_left": image,

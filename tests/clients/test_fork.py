@@ -12,7 +12,7 @@ import pytest
 from clients import AsyncPolicyClient, PolicyClient
 from protocol.codec import Dialect
 from tests.clients.blocking_client import observation
-from tests.wire_server import WireServer, spec_answer
+from tests.clients.wire_server import WireServer, spec_answer
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no process forks here"),

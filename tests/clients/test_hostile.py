@@ -16,7 +16,7 @@ from protocol.codec import Dialect, encode
 from protocol.robot import HANDSHAKE
 from tests.clients.blocking_client import both_clients, observation
 from tests.clients.hostile_server import HostileServer, Talk, frame, silence, upgrade
-from tests.wire_server import WireServer, spec_answer
+from tests.clients.wire_server import WireServer, spec_answer
 
 Connect = Callable[..., Any]
 NOT_HTTP = r"within 1 s: timed out|did not receive a valid HTTP response|speaks another protocol"

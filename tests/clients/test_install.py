@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.codec import Dialect
-from tests.wire_server import DISCONNECT, WireServer, spec_answer
+from tests.clients.wire_server import DISCONNECT, WireServer, spec_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ from clients import AsyncPolicyClient, ConnectFailed, PolicyClient, PolicyError,
 from protocol.codec import CodecError, Dialect
 from protocol.robot import HANDSHAKE
 from tests.clients.blocking_client import Blocking, actions, observation
-from tests.wire_server import DISCONNECT, WireServer, spec_answer
+from tests.clients.wire_server import DISCONNECT, WireServer, spec_answer
 
 Connect = Callable[..., Any]
 

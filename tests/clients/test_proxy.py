@@ -11,7 +11,7 @@ import pytest
 from clients import ConnectFailed
 from tests.clients.blocking_client import both_clients, observation
 from tests.clients.hostile_server import HostileServer, silence
-from tests.wire_server import WireServer
+from tests.clients.wire_server import WireServer
 
 Connect = Callable[..., Any]
 HOST = "robot-server.example"

@@ -17,8 +17,8 @@ from clients.recorded_episode import read_episode
 from clients.synthetic_episode import synthetic_episode
 from protocol.codec import Dialect, encode
 from protocol.messages import infer_reply, parse_request
+from tests.clients.wire_server import WireServer
 from tests.droid import DROID
-from tests.wire_server import WireServer
 
 PROMPT = "Move the $pan forward and use the brush"
 

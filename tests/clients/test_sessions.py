@@ -13,7 +13,7 @@ import pytest
 from clients import AsyncPolicyClient, PolicyClient, PolicyError
 from protocol.codec import Dialect, encode
 from tests.clients.blocking_client import actions, both_clients, observation
-from tests.wire_server import WireServer, spec_answer
+from tests.clients.wire_server import WireServer, spec_answer
 
 Connect = Callable[..., Any]
 

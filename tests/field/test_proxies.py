@@ -23,7 +23,7 @@ from policy_server.settings import ServerSettings
 from protocol.messages import RESET_REPLY
 from protocol.robot import HANDSHAKE, Observation
 from tests.certificates import self_signed
-from tests.proxy import Proxy, program
+from tests.field.proxy import Proxy, program
 from tests.serving import SECONDS, Robot, WatchedPolicy, get, observation, serving, tiny_policy
 
 KEY = "a-key-of-some-length"

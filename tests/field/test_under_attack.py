@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from websockets.exceptions import WebSocketException
 
-from benchmarks.serving_processes import allocated_mib
+from benchmarks.serving.processes import allocated_mib
 from policy_server.server import PolicyServer
 from tests.certificates import self_signed
 from tests.serving import Robot, observation, serving, until, wire

@@ -1,7 +1,7 @@
 """python -m tests.protocol.fuzz_codec --examples 2000000: codec and message parser against random and spoiled frames.
 
 Every frame must end as a request or as one of the documented errors, whatever it holds that nobody looks at, and within
-the memory that tests.frames allows. Exits 1 where one does not, and prints it.
+the memory that tests.protocol.frames allows. Exits 1 where one does not, and prints it.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import traceback
 import tracemalloc
 from collections import Counter
 
-from tests.frames import PEAK_CONSTANT, PEAK_PER_BYTE, ending, memory_bombs, odd_message, spoiled, valid_frames
+from tests.protocol.frames import PEAK_CONSTANT, PEAK_PER_BYTE, ending, memory_bombs, odd_message, spoiled, valid_frames
 
 _MEASURED = 50  # one frame in so many has its memory measured, which is slow
 

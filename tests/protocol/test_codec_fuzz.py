@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from protocol.codec import Dialect, decode, encode
-from tests.frames import digest, ending, memory_bombs, odd_message, spoiled, valid_frames
+from tests.protocol.frames import digest, ending, memory_bombs, odd_message, spoiled, valid_frames
 from tests.protocol.fuzz_codec import check, check_memory
 
 BOUNDED = settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.serving import SECONDS
 
-_DOCUMENT = Path(__file__).parents[1] / "docs" / "lab.md"
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "lab.md"
 _ADDRESSES = ("10.0.0.11:8000", "10.0.0.12:8000")
 _ATTEMPTS = 3  # somebody else may take a port between its choice and its use
 

@@ -5,15 +5,17 @@
 
 import argparse
 
-from benchmarks.serving_crowd import crowd_table
-from benchmarks.serving_load import load_table
-from benchmarks.serving_processes import machine
-from benchmarks.serving_soak import soak_table
-from benchmarks.serving_wire import BLOCKS, wire_table
+from benchmarks.serving.crowd import crowd_table
+from benchmarks.serving.load import load_table
+from benchmarks.serving.processes import machine
+from benchmarks.serving.soak import soak_table
+from benchmarks.serving.wire import BLOCKS, wire_table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=400, help="calls of each side in the wire table")
     parser.add_argument("--load-seconds", type=float, default=20, help="per number of robots; 0 leaves it out")
     parser.add_argument("--crowd-seconds", type=float, default=10, help="per kind of company; 0 leaves it out")

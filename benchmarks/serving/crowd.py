@@ -13,7 +13,7 @@ from openpi_client import msgpack_numpy
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from benchmarks.serving_processes import (
+from benchmarks.serving.processes import (
     CALL_SECONDS_OF_A_GPU,
     StubPolicy,
     observation,

@@ -8,7 +8,7 @@ import numpy as np
 from openpi_client import msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
-from benchmarks.serving_processes import StubPolicy, observation, running, serve_ours, serve_plainly
+from benchmarks.serving.processes import StubPolicy, observation, running, serve_ours, serve_plainly
 from engine.robot.embodiment_file import read_embodiment
 from protocol.codec import Limits
 from protocol.messages import read_request

@@ -14,7 +14,7 @@ from openpi_client import msgpack_numpy
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from benchmarks.serving_processes import MarkedTinyPolicy, observation, running, serve_ours
+from benchmarks.serving.processes import MarkedTinyPolicy, observation, running, serve_ours
 
 ROBOTS = 6
 SESSION_TTL_SECONDS = 2.0

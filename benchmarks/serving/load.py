@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from openpi_client import msgpack_numpy
 from websockets.asyncio.client import connect
 
-from benchmarks.serving_processes import (
+from benchmarks.serving.processes import (
     CALL_SECONDS_OF_A_GPU,
     StubPolicy,
     observation,
