@@ -9,41 +9,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.serving.processes import Chunk, StubPolicy
 from engine import watchdog
 from policy_server.logs import configure_logging
 from policy_server.process import run
 from policy_server.settings import parse_settings
-from protocol.robot import Observation
 
 
 class DeviceLost(BaseException):
     """What no later call survives."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What of engine.policy.Chunk a server looks at."""
-
-    actions: np.ndarray
-    seconds: dict[str, float]
-    window: str = "continued"
-    call: int = 1
-    warnings: tuple[str, ...] = ()
-
-
-class LightPolicy:
-    """Answers with zeros."""
+class LightPolicy(StubPolicy):
+    """Answers with zeros, or as its hindrance says."""
 
     slowest_call = 0.01
 
     def __init__(self, hindrance: str) -> None:
+        super().__init__(0.0)
         self._hindrance = hindrance
 
-    def infer(self, session_id: str, observation: Observation) -> Chunk:
+    def infer(self, session_id: str, seen: object) -> Chunk:
         if self._hindrance == "die":
             raise DeviceLost("CUDA error: an illegal memory access was encountered")
         if self._hindrance == "hang":
@@ -53,9 +42,7 @@ class LightPolicy:
         while time.monotonic() < end:  # as a model does: products without the interpreter, and Python between them
             numbers = np.tanh(numbers @ numbers)
             sum(range(1000))
-        return Chunk(np.zeros((24, 8), np.float32), {"denoise": float(self._hindrance)})
-
-    def end_session(self, session_id: str) -> None: ...
+        return super().infer(session_id, seen)
 
     def info(self) -> dict[str, object]:
         return {"trained": False}
