@@ -82,7 +82,7 @@ class EngineSettings:
         "quality all of them (--steps 16 --step-cache none), fast 5 (--steps 16 --step-cache mask-5), with --fp8 where "
         "the card has it. A setting given singly takes the preset's place",
     )
-    steps: int | None = setting(None, "denoising steps of a call (default: the preset's)", ge=1)
+    steps: int | None = setting(None, "denoising steps of a call (default: the preset's)", ge=1, le=1000)
     guidance_scale: float = setting(5.0, "weight of the conditional video velocity", allow_inf_nan=False)
     sigma_shift: float = setting(5.0, "shift of the noise schedule", gt=0, allow_inf_nan=False)
     seed: int = setting(1140, "seed of the noise", ge=0, le=2**63 - 1)

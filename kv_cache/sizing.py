@@ -1,5 +1,6 @@
 """How much the K/V may take, and what fits into it."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,14 @@ def kv_bytes_available(device: torch.device, fraction: float, absolute: int | No
     """Bytes the K/V may take on `device`.
 
     absolute: taken as it is where given. Else `fraction` of what is free on a CUDA device after `reserved` bytes for
-    activations, or CPU_DEFAULT_BYTES elsewhere.
+    activations, or CPU_DEFAULT_BYTES elsewhere. Raises NotEnoughMemory where `absolute` is more than there is at all.
     """
     if absolute is not None:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if device.type == "cuda":
+            there = torch.cuda.mem_get_info(device)[1]
+        if absolute > there:
+            raise NotEnoughMemory(f"K/V memory of {_mib(absolute)} asked for, and {device} has {_mib(there)} in all")
         return absolute
     if device.type != "cuda":
         return CPU_DEFAULT_BYTES

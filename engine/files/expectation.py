@@ -5,7 +5,7 @@ from pydantic_core import ErrorDetails
 
 def expectation(error: ErrorDetails) -> str:
     """What was expected where an error was found: "expected ..." with it is a sentence a user can act on."""
-    context = error.get("ctx", {})
+    context = {name: f"{x:g}" if isinstance(x, float) else x for name, x in error.get("ctx", {}).items()}
     match error["type"].removesuffix("_parsing").removesuffix("_type"):
         case "missing":
             return "an entry"
@@ -14,11 +14,11 @@ def expectation(error: ErrorDetails) -> str:
         case "literal_error":
             return f"one of {context['expected'].replace(' or ', ', ')}".replace("'", "")
         case "greater_than_equal":
-            return f"{context['ge']:g} or more"
+            return f"{context['ge']} or more"
         case "greater_than":
-            return f"more than {context['gt']:g}"
+            return f"more than {context['gt']}"
         case "less_than_equal":
-            return f"at most {context['le']:g}"
+            return f"at most {context['le']}"
         case "finite_number":
             return "a finite number"
         case "int" | "int_from_float":

@@ -18,7 +18,7 @@ BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "embodim
 """Embodiments that come with the project: name to file."""
 
 Text = Annotated[str, StringConstraints(pattern=r"\S")]
-Size = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class _Entries(BaseModel):
@@ -51,7 +51,7 @@ class _Action(_Entries):
 class _Handshake(_Entries):
     image_resolution: list[Size] | None = Field(default=None, min_length=2, max_length=2)
     needs_wrist_camera: bool | None = None
-    n_external_cameras: int | None = Field(default=None, ge=0)
+    n_external_cameras: int | None = Field(default=None, ge=0, le=100)
 
 
 def _or_empty(value: object) -> object:
@@ -136,6 +136,8 @@ def read_embodiment(name: str) -> Embodiment:
 
 def _refuse(path: Path, place: str, expected: str, value: object) -> NoReturn:
     found = "nothing" if value is None else f"{type(value).__name__} {value!s:.60}"
+    if isinstance(value, str) and not value.strip():
+        found = "blank text"
     where = f"{path}: {place}" if place else str(path)
     raise EmbodimentError(f"{where}: expected {expected}, found {' '.join(found.split())}")
 

@@ -56,6 +56,8 @@ def test_a_window_that_slides_needs_room_for_the_frames_that_come() -> None:
 def test_memory_comes_from_the_setting_or_the_default() -> None:
     assert kv_bytes_available(CPU, 0.5, None) == CPU_DEFAULT_BYTES
     assert kv_bytes_available(CPU, 0.5, 12345) == 12345
+    with pytest.raises(NotEnoughMemory, match=r"asked for, and cpu has [\d.,]+ MiB in all"):
+        kv_bytes_available(CPU, 0.5, 2**60)
 
 
 @pytest.mark.gpu

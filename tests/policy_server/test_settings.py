@@ -134,7 +134,11 @@ def test_a_key_on_the_command_line_wins_however_the_environment_gives_another(tm
         ([], {"DREAMZERO_API_KEY": "a", "DREAMZERO_API_KEY_FILE": "b"}, "one of the two"),
         (["--api-key-file", "/no/such/file"], {}, "/no/such/file"),
         (["--api-key", "two words"], {}, "api-key"),
-        (["--api-key", ""], {}, "api-key"),
+        (["--api-key", ""], {}, "api-key: expected a value, found nothing"),
+        (["--host", ""], {}, "host: expected a value, found nothing"),
+        ([], {"DREAMZERO_SAVE_VIDEO": ""}, "DREAMZERO_SAVE_VIDEO: expected a value, found nothing"),
+        (["--steps", "99999999999999999999"], {}, "steps: expected at most 1000, found"),
+        (["--seed", "9223372036854775808"], {}, "seed: expected at most 9223372036854775807, found"),
     ],
 )
 def test_bad_settings_are_named_in_one_line(arguments: list[str], environment: dict[str, str], named: str) -> None:

@@ -94,6 +94,11 @@ TWO_VIEWS = {"front": {"keys": ["a", "b"]}, "hand": {"keys": ["b", "c"], "requir
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"name": ...}, "name: expected an entry, found nothing"),
+    "a blank name": ({"name": " "}, "name: expected text, found blank text"),
+    "a state of no robot": ({"state": {"joints": {"size": 10**30}}}, "state.joints.size: expected at most 10000"),
+    "a map for a row": ({"layout": [{"view": "front"}]}, "layout[0]: expected a list, found dict"),
+    "a cell of nothing": ({"layout": [[None]]}, "layout[0][0]: expected a map, found nothing"),
+    "a yes for a number": ({"crop": True}, "crop: expected a number, found bool True"),
     "a number as name": ({"name": 7}, "name: expected text, found int 7"),
     "an unknown entry": ({"colour": "red"}, "colour: expected no such entry (there are action, crop, default_prompt"),
     "no views": ({"views": {}}, "views: expected 1 or more entries, found dict {}"),
