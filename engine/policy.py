@@ -153,7 +153,7 @@ class Policy:
         )
 
     def kv_report(self) -> KVReport:
-        """The KV cache's own instrument, session by session. Safe from any thread."""
+        """What the KV cache holds, session by session. Safe from any thread."""
         return self._cache.report()
 
     def info(self) -> dict[str, object]:

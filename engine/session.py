@@ -13,7 +13,7 @@ BUFFERED_FRAMES = 4
 
 
 class Window(StrEnum):
-    """What a call did with its session's window: went on with it, or began one, and why."""
+    """Whether a call continued its session's window or began one, and why."""
 
     CONTINUED = "continued"
     NEW = "new"  # the session's first call

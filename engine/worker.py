@@ -280,7 +280,7 @@ class EngineWorker:
                 self._run(policy, job)
 
     def _next(self, ended: Callable[[], bool]) -> _Job | None:
-        """The next job, a spare one where there is no other, or None when nothing is left and nothing will come."""
+        """The next job, an idle one where there is no other, or None when nothing is left and nothing will come."""
         with self._wake:
             while not (self._ends or self._calls or self._idle or ended()):
                 self._wake.wait()
@@ -309,10 +309,10 @@ class EngineWorker:
         finally:
             self._watchdog.end()
             self._running = None
-            self._believe()
+            self._end_doubt()
             del job  # else an error's traceback, which has this frame, would keep its images
 
-    def _believe(self) -> None:
+    def _end_doubt(self) -> None:
         """A job that was doubted has ended after all."""
         if self._doubted:
             with self._wake:

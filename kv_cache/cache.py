@@ -73,8 +73,8 @@ class SessionKV:
 
 @dataclass(frozen=True)
 class KVReport:
-    """A reading of the instrument. Counters run from the start; `plain_view` and `gathered` count the windows
-    of forward plans.
+    """What a cache holds now and has counted since its start: evictions, and windows that plans found in one run of
+    blocks (`plain_view`) or had to gather.
 
     cross_bytes: of cross-attention K/V and conditioning; of it text_bytes are those of prompts, which sessions
     share. session_bytes: the most that one session can hold. bytes_by_session: what each holds now, its text K/V
@@ -229,7 +229,7 @@ class KVCache:
         self._plain_view = self._gathered = 0
 
     def report(self) -> KVReport:
-        """A reading of the instrument. Safe to call from another thread: it only reads."""
+        """What the cache holds and has counted. Safe to call from another thread: it only reads."""
         sessions = list(self._sessions.items())
         return KVReport(
             blocks_total=self._pool.num_blocks,

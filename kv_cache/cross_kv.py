@@ -35,7 +35,7 @@ class TextKV:
     @property
     def nbytes(self) -> int:
         """Bytes held by all entries."""
-        # A copy first: the instrument is read while the engine's thread adds and drops prompts.
+        # A copy first: a report is made while the engine's thread adds and drops prompts.
         return sum(layer_kv_bytes(entry.kv) for entry in list(self._entries.values()))
 
     def users(self, tokens: bytes) -> int:

@@ -131,7 +131,7 @@ def wishes(request: Request) -> Wishes:
     )
 
 
-def told_by_proxy(request: Request | None) -> dict[str, str]:
+def proxy_fields(request: Request | None) -> dict[str, str]:
     """What tells one robot behind a proxy from another, for the log; nothing vouches for it."""
     if request is None:
         return {}

@@ -23,7 +23,7 @@ from engine.video.recorder import Recorder
 from engine.worker import EngineWorker, LoadPolicy
 from policy_server.connection import Conversation, ServerContext, close_reason
 from policy_server.descriptors import TooFewDescriptors, raise_limit
-from policy_server.http import HttpHandler, asking_host, told_by_proxy, wishes
+from policy_server.http import HttpHandler, asking_host, proxy_fields, wishes
 from policy_server.link import RobotLink
 from policy_server.logs import LogBudget, log_event
 from policy_server.metrics import Metrics
@@ -246,7 +246,7 @@ class PolicyServer:
         self._pending.leave(link)
         name = next(self._names)
         peer = websocket.remote_address
-        fields = {"peer": f"{peer[0]}:{peer[1]}" if peer else ""} | told_by_proxy(websocket.request)
+        fields = {"peer": f"{peer[0]}:{peer[1]}" if peer else ""} | proxy_fields(websocket.request)
         self._comings_and_goings.log(log, "connection open", connection=name, **fields)
         wished = wishes(cast(Request, websocket.request))
         if self.settings.reply == "array":

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Spare = Callable[[Callable[["Policy"], Any]], Future[Any]]
+SubmitIdle = Callable[[Callable[["Policy"], Any]], Future[Any]]
 """How work that can wait gets its turn on the engine's thread."""
 
 MOST_BYTES = 2**30
@@ -87,9 +87,9 @@ class Recorder:
         """Latents in memory now."""
         return self._held
 
-    def start(self, spare: Spare) -> None:
+    def start(self, submit_idle: SubmitIdle) -> None:
         """Begin to write what is finished. Call it once."""
-        threading.Thread(target=self._work, args=(spare,), name="recorder", daemon=True).start()
+        threading.Thread(target=self._work, args=(submit_idle,), name="recorder", daemon=True).start()
 
     # On the engine's thread.
 
@@ -137,22 +137,22 @@ class Recorder:
 
     # On the recorder's thread.
 
-    def _work(self, spare: Spare) -> None:
+    def _work(self, submit_idle: SubmitIdle) -> None:
         while (episode := self._to_write.get()) is not None:
             try:
                 if episode.actions:
-                    self._write(episode, spare)
+                    self._write(episode, submit_idle)
             except Exception as error:
                 log.warning("the recording of %s is lost: %s: %s", episode.name, type(error).__name__, error)
             with self._lock:
                 self._held -= episode.held
         self.finished.set_result(None)
 
-    def _write(self, episode: _Episode, spare: Spare) -> None:
+    def _write(self, episode: _Episode, submit_idle: SubmitIdle) -> None:
         path = self._unused(f"{episode.name}-{episode.began:%Y%m%dT%H%M%SZ}")
         with VideoFile(path) as file:
             for window in episode.windows:
-                for frames in _decoded(window, spare):
+                for frames in _decoded(window, submit_idle):
                     file.add_frames(frames)
             file.write_arrays(actions=np.stack(episode.actions), first_frame=np.array(episode.first_frames))
         log.info("recorded %s.mp4", path)
@@ -162,8 +162,8 @@ class Recorder:
         return next(self.directory / each for each in names if not (self.directory / f"{each}.mp4").exists())
 
 
-def _decoded(window: _Window, spare: Spare) -> Iterator[np.ndarray]:
+def _decoded(window: _Window, submit_idle: SubmitIdle) -> Iterator[np.ndarray]:
     """The window's video; each piece is asked for when the one before has been dealt with."""
-    pieces: Iterator[np.ndarray] = spare(lambda policy: policy.decode(window.latents)).result()
-    while (frames := spare(lambda _: next(pieces, None)).result()) is not None:
+    pieces: Iterator[np.ndarray] = submit_idle(lambda policy: policy.decode(window.latents)).result()
+    while (frames := submit_idle(lambda _: next(pieces, None)).result()) is not None:
         yield frames

@@ -1,4 +1,4 @@
-"""The policy as the server uses it: sessions by id, failures kept to themselves, the instrument."""
+"""The policy as the server uses it: sessions by id, failures kept to themselves, reports."""
 
 import json
 from collections.abc import Iterator

@@ -200,7 +200,7 @@ def test_what_many_idle_sessions_hold_is_bounded_and_leaves_with_their_windows()
     assert (cache.report().cross_bytes, set(cache.report().bytes_by_session.values())) == (0, {0})
 
 
-def test_the_instrument_can_be_read_while_prompts_come_and_go() -> None:
+def test_a_report_can_be_made_while_prompts_come_and_go() -> None:
     cache = make_cache(2)
     done = threading.Event()
     failures: list[Exception] = []
