@@ -14,5 +14,6 @@ cd "$root"
 "$PYTHON" -m mypy
 # Files side by side, one more than there are cores, for many tests wait most of their time; torch's threads would wait
 # for each other.
+workers=$(($(nproc) + 1)) # asked for first: nproc heeds the variable
 export OMP_NUM_THREADS=1
-exec "$PYTHON" -m pytest --numprocesses $(($(nproc) + 1)) --dist loadfile "${selection[@]}" "$@"
+exec "$PYTHON" -m pytest --numprocesses "$workers" --dist loadfile "${selection[@]}" "$@"
