@@ -20,7 +20,7 @@ MOST_BYTES_ON_CPU = 16 * 2**30
 def choose_device(name: str) -> torch.device:
     """A device by its name (auto, cpu, cuda, cuda:N); with an index where it is a CUDA device, as torch wants it.
 
-    Raises ValueError where torch has no such device.
+    Raises DeviceUnavailable where there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +31,7 @@ def choose_device(name: str) -> torch.device:
         return device
     if (device.index or 0) >= torch.cuda.device_count():
         hidden = unseen_gpu()
-        raise ValueError(
+        raise DeviceUnavailable(
             f"device {name!r} asked for, but torch sees {torch.cuda.device_count()} CUDA devices"
             + (f": {hidden}" if hidden is not None else "")
         )

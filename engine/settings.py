@@ -38,7 +38,8 @@ def explain(error: ValidationError, names: Mapping[str, str] = MappingProxyType(
     """
     first = error.errors()[0]
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
+        flag, colon, rest = str(first["ctx"]["error"]).partition(":")
+        return names.get(flag.replace("-", "_"), flag) + colon + rest
     field = str(first["loc"][0])
     expected = "auto, cpu, cuda or cuda:N" if field == "device" else expectation(first)
     return f"{names.get(field, field.replace('_', '-'))}: expected {expected}, found {first['input']!r}"
@@ -74,7 +75,7 @@ class EngineSettings:
     device: str = setting(
         "auto",
         "auto for CUDA where there is one and the CPU elsewhere, cpu, cuda, or cuda:N",
-        pattern=r"^(auto|cpu|cuda|cuda:\d{1,3})$",
+        pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,3})$",
     )
     preset: PresetName = setting(
         "release",
@@ -83,8 +84,8 @@ class EngineSettings:
         "the card has it. A setting given singly takes the preset's place",
     )
     steps: int | None = setting(None, "denoising steps of a call (default: the preset's)", ge=1, le=1000)
-    guidance_scale: float = setting(5.0, "weight of the conditional video velocity", allow_inf_nan=False)
-    sigma_shift: float = setting(5.0, "shift of the noise schedule", gt=0, allow_inf_nan=False)
+    guidance_scale: float = setting(5.0, "weight of the conditional video velocity", ge=0, le=100)
+    sigma_shift: float = setting(5.0, "shift of the noise schedule", ge=0.01, le=100)
     seed: int = setting(1140, "seed of the noise", ge=0, le=2**63 - 1)
     seed_per: Literal["call", "session"] = setting(
         "call",

@@ -70,7 +70,7 @@ def load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Poli
 
 
 def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Policy:
-    device = _device(settings.device)
+    device = choose_device(settings.device)
     dtype = _dtype(settings.dtype, device)
     preset = resolve(settings, has_fp8(device, dtype))
     rollout_settings = _rollout_settings(settings, preset)
@@ -289,13 +289,6 @@ def _backends(
 def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
     try:
         require_fp8(device, dtype)
-    except ValueError as error:
-        raise _SettingError(str(error)) from error
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return choose_device(name)
     except ValueError as error:
         raise _SettingError(str(error)) from error
 

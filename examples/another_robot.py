@@ -45,4 +45,6 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or Path(sys.argv[1]).exists():
+        sys.exit("usage: python examples/another_robot.py DIRECTORY, which is made and must not be there")
     main(Path(sys.argv[1]))

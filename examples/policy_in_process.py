@@ -10,7 +10,7 @@ import argparse
 import numpy as np
 
 from engine.settings import EngineSettings
-from engine.startup import load_policy
+from engine.startup import PolicyLoadError, load_policy
 from protocol.robot import Observation
 
 
@@ -19,7 +19,10 @@ def main() -> None:
     parser.add_argument("--checkpoint", default="tiny", help="built-in name, directory or hub id")
     args = parser.parse_args()
 
-    policy = load_policy(EngineSettings(checkpoint=args.checkpoint, warm_up="off"), report=print)
+    try:
+        policy = load_policy(EngineSettings(checkpoint=args.checkpoint, warm_up="off"), report=print)
+    except PolicyLoadError as error:
+        parser.error(str(error))
     camera = np.zeros((1, 180, 320, 3), np.uint8)  # frames (T, H, W, 3), RGB; several where there were several
     observation = Observation(
         views={"wrist": camera, "exterior_left": camera, "exterior_right": camera},

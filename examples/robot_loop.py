@@ -12,7 +12,7 @@ import uuid
 
 import numpy as np
 
-from clients import PolicyClient, PolicyError
+from clients import ConnectFailed, PolicyClient, PolicyError
 
 STEPS_PER_CALL = 8
 
@@ -48,7 +48,11 @@ def main() -> None:
     args = parser.parse_args()
 
     robot = Robot()
-    client = PolicyClient(args.host, args.port, connect_timeout=60.0)
+    print("connecting; a server that loads answers when it is ready")
+    try:
+        client = PolicyClient(args.host, args.port, connect_timeout=60.0)
+    except ConnectFailed as error:
+        parser.error(str(error))
     episode = {"prompt": args.prompt, "session_id": str(uuid.uuid4())}  # a new id for each episode
     try:
         for _ in range(args.calls):

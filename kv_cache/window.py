@@ -1,4 +1,4 @@
-"""Which frames of a session are resident, and what leaves when frames come: pure arithmetic (spec 3.6 and 4.2)."""
+"""Which frames of a session are resident, and what leaves when frames come (model.md sections 3.6 and 4.2)."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -283,7 +283,9 @@ def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except OSError as error:  # ssl.SSLError is one
-        raise SettingsError(f"cannot use {settings.tls_cert} with {settings.tls_key}: {error}") from error
+        raise SettingsError(
+            f"tls-cert, tls-key: cannot use {settings.tls_cert} with {settings.tls_key}: {error}"
+        ) from error
     return context
 
 

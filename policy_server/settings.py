@@ -51,16 +51,19 @@ class ServerSettings:
         "separated by commas, or * for all",
         metavar="ORIGINS",
     )
-    max_message_mib: int = setting(32, "largest message taken, in MiB; a larger one closes its connection", ge=1)
-    max_connections: int = setting(128, "robots connected at once; more are answered 503", ge=1)
+    max_message_mib: int = setting(
+        32, "largest message taken, in MiB; a larger one closes its connection", ge=1, le=4096
+    )
+    max_connections: int = setting(128, "robots connected at once; more are answered 503", ge=1, le=100_000)
     max_sessions: int = setting(
         128,
         "sessions that one connection may keep; more end the one that it used least recently. Four times as many are "
         "kept of robots that are gone. One that is idle takes a few MB of host memory, and of the device's only what "
         "nobody else needs",
         ge=1,
+        le=1_000_000,
     )
-    max_queue: int = setting(64, 'calls that may wait for the engine; more are answered "busy"', ge=1)
+    max_queue: int = setting(64, 'calls that may wait for the engine; more are answered "busy"', ge=1, le=1_000_000)
     session_ttl: float = setting(
         60.0, "seconds that a disconnected robot's session is kept for its return", metavar="SECONDS", ge=0
     )
@@ -153,7 +156,9 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
         in_environment = {name: value for name, value in in_environment.items() if name not in _KEY_SETTINGS}
     given: dict[str, Any] = in_environment | on_command_line
     for name, value in given.items():
-        if value == "":  # which would be this directory as a path, every network as a host, an open door as a key
+        if (
+            isinstance(value, str) and not value.strip()
+        ):  # which would be this directory as a path, every network as a host, an open door as a key
             called = variables[name] if name not in on_command_line else name.replace("_", "-")
             raise SettingsError(f"{called}: expected a value, found nothing")
     try:

@@ -56,6 +56,8 @@ def main() -> int:
     parser.add_argument("--execution", choices=EXECUTIONS, default="eager")
     parser.add_argument("--separate", action="store_true", help="guidance branches one after the other")
     args = parser.parse_args()
+    if missing := [str(path) for path in args.files if not path.is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
     mode = Mode(
         device=args.device,
         dtype=getattr(torch, args.dtype),

@@ -9,8 +9,6 @@ def expectation(error: ErrorDetails) -> str:
     match error["type"].removesuffix("_parsing").removesuffix("_type"):
         case "missing":
             return "an entry"
-        case "extra_forbidden":
-            return "no such entry"
         case "literal_error":
             return f"one of {context['expected'].replace(' or ', ', ')}".replace("'", "")
         case "greater_than_equal":

@@ -19,6 +19,7 @@ BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "embodim
 
 Text = Annotated[str, StringConstraints(pattern=r"\S")]
 Size = Annotated[int, Field(ge=1, le=10_000)]
+Side = Annotated[int, Field(ge=8, le=4096)]
 
 
 class _Entries(BaseModel):
@@ -49,7 +50,7 @@ class _Action(_Entries):
 
 
 class _Handshake(_Entries):
-    image_resolution: list[Size] | None = Field(default=None, min_length=2, max_length=2)
+    image_resolution: list[Side] | None = Field(default=None, min_length=2, max_length=2)
     needs_wrist_camera: bool | None = None
     n_external_cameras: int | None = Field(default=None, ge=0, le=100)
 
@@ -71,7 +72,7 @@ class _File(_Entries):
     layout: list[Annotated[list[Annotated[_Cell, BeforeValidator(_view_alone)]], Field(min_length=1)]] = Field(
         min_length=1
     )
-    crop: float = Field(default=0.95, gt=0, le=1)
+    crop: float = Field(default=0.95, ge=0.01, le=1)
     template: Text
     default_prompt: Text = "Perform the default behavior."
     state: dict[Text, _State] = Field(min_length=1)
@@ -147,15 +148,21 @@ def _explain(error: ValidationError, refuse: Refuse) -> NoReturn:
     errors = error.errors()
     # An entry that nobody knows may well be what is missing under another name.
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
-    is_key = "[key]" in first["loc"]
-    steps = [step for step in first["loc"] if step != "[key]"]
+    steps = list(first["loc"])
+    is_key = steps[-1:] == ["[key]"] or first["type"] == "invalid_key"
+    if steps[-1:] == ["[key]"]:
+        steps.pop()
     place = "".join(f"[{step}]" if isinstance(step, int) and not is_key else f".{step}" for step in steps)
     expected, value = expectation(first), None if first["type"] == "missing" else first["input"]
     if is_key:
         expected = "a text as key"
     elif first["type"] == "extra_forbidden":
         known = _MAPS[str(steps[0])] if len(steps) > 1 else _File
-        expected += f" (there are {', '.join(sorted(known.model_fields))})"
+        expected = f"one of {', '.join(sorted(known.model_fields))} as entry"
+    elif steps[-1:] == ["image_resolution"] and "too_" in first["type"]:
+        expected = "height and width"
+    elif steps[:1] == ["layout"] and len(steps) == 3:
+        expected = "a view's name or a map"
     refuse(place.removeprefix("."), expected, value)
 
 

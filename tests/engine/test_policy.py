@@ -1,7 +1,7 @@
 """The policy as the server uses it: sessions by id, failures kept to themselves, reports."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import ftfy
@@ -14,8 +14,9 @@ from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.model.config import parse_config
 from engine.model.text import LONGEST_PROMPT
 from engine.model.weights import build_model, weight_bytes
-from engine.policy import Policy
-from engine.rollout import Rollout
+from engine.policy import NotFinite, Policy
+from engine.rollout import Prediction, Rollout
+from engine.session import Window
 from engine.settings import EngineSettings
 from engine.startup import build_cache, load_policy, require_memory
 from engine.warmup import profile_calls
@@ -193,3 +194,25 @@ def test_the_policy_runs_in_bfloat16_on_cuda() -> None:
     assert policy.stats().sessions == 0, "the trial call has left nothing"
     for view in (observation(), four_frames(), four_frames()):
         assert np.isfinite(policy.infer("a", view).actions).all()
+
+
+def test_actions_that_are_not_finite_reach_no_robot_and_the_session_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = load_policy(EngineSettings(device="cpu", steps=1, warm_up="off"), lambda status: None)
+    policy.infer("robot", observation())
+    monkeypatch.setattr(policy._rollout, "call", _with_nan(policy._rollout.call))
+    with pytest.raises(NotFinite, match="not finite"):
+        policy.infer("robot", observation())
+    monkeypatch.undo()
+    chunk = policy.infer("robot", observation())
+    assert chunk.window is Window.FAILED
+    assert np.isfinite(chunk.actions).all()
+
+
+def _with_nan(call: Callable[..., Prediction]) -> Callable[..., Prediction]:
+    def spoiled(*arguments: object) -> Prediction:
+        prediction = call(*arguments)
+        return replace(prediction, action_latents=torch.full_like(prediction.action_latents, torch.nan))
+
+    return spoiled

@@ -184,7 +184,10 @@ def test_every_card_from_ampere_on_gets_graphs_and_from_ada_on_fp8(capability: t
 
 
 def test_a_device_that_torch_does_not_see_is_refused() -> None:
-    with fake_cuda(devices=1), pytest.raises(PolicyLoadError, match="'cuda:1' asked for, but torch sees 1 CUDA device"):
+    with (
+        fake_cuda(devices=1),
+        pytest.raises(DeviceUnavailable, match="'cuda:1' asked for, but torch sees 1 CUDA device"),
+    ):
         load_policy(EngineSettings(checkpoint="small", device="cuda:1"), lambda status: None)
 
 
@@ -265,7 +268,7 @@ def test_a_gpu_that_torch_does_not_see_is_said(
         (tmp_path / name).touch()
     assert choose_device("auto").type == "cpu"
     assert f"running on the CPU: {tmp_path}/nvidia0 is there, but torch sees no GPU" in caplog.text
-    with pytest.raises(ValueError, match=r"torch sees 0 CUDA devices: .*nvidia0 is there"):
+    with pytest.raises(DeviceUnavailable, match=r"torch sees 0 CUDA devices: .*nvidia0 is there"):
         choose_device("cuda")
 
 
