@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import Any, Self, cast
 
+from pydantic import TypeAdapter
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
@@ -19,6 +20,7 @@ from websockets.http11 import Request, Response
 from engine.fair_queue import Peer
 from engine.robot.embodiment import EmbodimentError
 from engine.robot.embodiment_file import read_embodiment
+from engine.settings import EngineSettings
 from engine.video.recorder import Recorder
 from engine.worker import EngineWorker, LoadPolicy
 from policy_server.connection import Conversation, ServerContext, close_reason
@@ -236,7 +238,7 @@ class PolicyServer:
         return {
             "version": importlib.metadata.version("dreamzero-policy-server"),
             "status": self.engine.not_ready or "ready",
-            "settings": dataclasses.asdict(self.settings.engine),
+            "settings": TypeAdapter(EngineSettings).dump_python(self.settings.engine, mode="json"),
             "policy": loaded.result() if loaded.done() and loaded.exception() is None else None,
             "handshake": self._context.handshake,
         }

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import InvalidStatus
 
 from engine.policy import Policy
+from engine.settings import EngineSettings
 from policy_server.server import PolicyServer
 from policy_server.settings import ServerSettings, SettingsError
 from protocol.robot import HANDSHAKE, Observation
@@ -313,3 +314,12 @@ async def test_an_open_door_to_the_network_is_warned_of(
     async with serving(**settings):
         pass
     assert ("open to the network without an API key" in caplog.messages) == warned
+
+
+async def test_info_tells_the_settings_whatever_their_types(tmp_path: Path) -> None:
+    engine = EngineSettings(save_video=tmp_path, velocity_thresholds=(0.9,), velocity_countdowns=(3,), kv_bytes=2**29)
+    async with serving(engine=engine) as (server, _):
+        status, _, body = await get(server, "/info")
+    told = json.loads(body)["settings"]
+    assert status == 200
+    assert (told["save_video"], told["velocity_thresholds"], told["kv_bytes"]) == (str(tmp_path), [0.9], 2**29)
