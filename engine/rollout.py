@@ -32,6 +32,10 @@ POSITIVE, NEGATIVE = 0, 1
 """The two guidance branches: the robot's prompt and the negative prompt."""
 
 
+class NotFinite(RuntimeError):
+    """The model's actions hold NaN or infinite numbers, which are for no robot."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
     """How a call denoises; by default every step runs, with the release's numbers for the rest.
@@ -65,7 +69,8 @@ class Noise:
 class Prediction:
     """The outcome of a call.
 
-    video_latents: (C, F, H, W) float32, the image latent in front at a restart. action_latents: (24, 32) float32.
+    video_latents: (C, F, H, W) float32, the image latent in front at a restart. action_latents: (24, 32) float32,
+    finite, on the CPU.
     dit_forwards: forwards of the DiT, both branches counted. seconds: time by phase. window: what became of it.
     """
 
@@ -207,6 +212,9 @@ class Rollout:
                     forwards += self._prefill(session, latents)
                 with clock.phase("denoise"):
                     video, action, steps_run = self._denoise(session, state, noise or self.noise(session))
+                    action = action.cpu()
+                if not np.isfinite(action.numpy()).all():  # of a broken checkpoint, or of an overflow in half precision
+                    raise NotFinite("the model gave actions that are not finite")
                 forwards += 2 * steps_run
                 if restart:
                     video = torch.cat([latents, video], dim=2)

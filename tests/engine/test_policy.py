@@ -1,8 +1,9 @@
 """The policy as the server uses it: sessions by id, failures kept to themselves, reports."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import ftfy
 import numpy as np
@@ -14,8 +15,8 @@ from engine.checkpoint.synthetic import BUILTIN_CONFIGS
 from engine.model.config import parse_config
 from engine.model.text import LONGEST_PROMPT
 from engine.model.weights import build_model, weight_bytes
-from engine.policy import NotFinite, Policy
-from engine.rollout import Prediction, Rollout
+from engine.policy import Policy
+from engine.rollout import NotFinite, Rollout
 from engine.session import Window
 from engine.settings import EngineSettings
 from engine.startup import build_cache, load_policy, require_memory
@@ -196,23 +197,22 @@ def test_the_policy_runs_in_bfloat16_on_cuda() -> None:
         assert np.isfinite(policy.infer("a", view).actions).all()
 
 
-def test_actions_that_are_not_finite_reach_no_robot_and_the_session_begins_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_actions_that_are_not_finite_reach_no_robot_and_a_window_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a call is undone as any that fails: its frames are not kept, and it is not counted."""
     policy = load_policy(EngineSettings(device="cpu", steps=1, warm_up="off"), lambda status: None)
     policy.infer("robot", observation())
-    monkeypatch.setattr(policy._rollout, "call", _with_nan(policy._rollout.call))
+    denoise = policy._rollout._denoise
+
+    def spoiled(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+        video, action, steps_run = denoise(*arguments)
+        return video, torch.full_like(action, torch.nan), steps_run
+
+    monkeypatch.setattr(policy._rollout, "_denoise", spoiled)
+    frames = list(policy._sessions["robot"].frames)
     with pytest.raises(NotFinite, match="not finite"):
         policy.infer("robot", observation())
+    assert [id(frame) for frame in policy._sessions["robot"].frames] == [id(frame) for frame in frames]
     monkeypatch.undo()
     chunk = policy.infer("robot", observation())
-    assert chunk.window is Window.FAILED
+    assert (chunk.window, chunk.call) == (Window.FAILED, 2)
     assert np.isfinite(chunk.actions).all()
-
-
-def _with_nan(call: Callable[..., Prediction]) -> Callable[..., Prediction]:
-    def spoiled(*arguments: object) -> Prediction:
-        prediction = call(*arguments)
-        return replace(prediction, action_latents=torch.full_like(prediction.action_latents, torch.nan))
-
-    return spoiled
