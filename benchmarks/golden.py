@@ -214,7 +214,11 @@ def run_call(engine: Engine, golden: Golden, session: Session, index: int, repor
     action = engine.transforms.actions(prediction.action_latents, observed)
     report.compare("action", action, expected_action)
     report.measure(prediction.video_latents, video_latents, action, expected_action)
-    report.compare("start_frame", torch.tensor(session.kv.resident_frames + 2), torch.tensor(call["start_frame_after"]))
+    report.compare(
+        "start_frame",
+        torch.tensor(session.kv.resident_frames + engine.rollout.config.dit.num_frame_per_block),
+        torch.tensor(call["start_frame_after"]),
+    )
     report.forwards += prediction.dit_forwards
     report.forwards_expected += call["dit_forwards"]
     return prediction

@@ -86,8 +86,8 @@ def _load_policy(settings: EngineSettings, report: Callable[[str], None]) -> Pol
     if (relative := checkpoint.training.relative_keys) is not None:
         embodiment = embodiment.with_relative_actions(relative)
     transforms = Transforms(embodiment, checkpoint.config, checkpoint.statistics)
-    execution = _execution(settings, device, dtype, checkpoint.config)
-    backends = _backends(settings, device, dtype, checkpoint.config, captured=execution == "graph")
+    execution = _execution(settings, device, dtype)
+    backends = _backends(settings, device, dtype, captured=execution == "graph")
     geometry = kv_geometry(checkpoint.config, dtype)
     least = one_session_bytes(geometry, _window(checkpoint.config))
     if device.type == "cuda":
@@ -190,7 +190,7 @@ def _warm_up(policy: Policy, settings: EngineSettings, report: Callable[[str], N
         logger.warning("the warm-up failed (%s), so first calls may be slow or fail", reason, exc_info=error)
 
 
-def _execution(settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> str:
+def _execution(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> str:
     name = settings.execution
     if name == "graph" and device.type != "cuda":
         raise _SettingError(f"execution graph needs a CUDA device, not {device}; try compile")
@@ -271,9 +271,7 @@ def require_memory(free: int, weights: int, session: int) -> None:
         )
 
 
-def _backends(
-    settings: EngineSettings, device: torch.device, dtype: torch.dtype, config: ModelConfig, captured: bool
-) -> list[str]:
+def _backends(settings: EngineSettings, device: torch.device, dtype: torch.dtype, captured: bool) -> list[str]:
     """The attention backends to try, in order: the one asked for, or all there are, the best first."""
     try:
         chosen = choose_backend(device, dtype, settings.attention_backend, device_side=captured)

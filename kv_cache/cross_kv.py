@@ -38,11 +38,6 @@ class TextKV:
         # A copy first: a report is made while the engine's thread adds and drops prompts.
         return sum(layer_kv_bytes(entry.kv) for entry in list(self._entries.values()))
 
-    def users(self, tokens: bytes) -> int:
-        """How many users the prompt has now."""
-        entry = self._entries.get(tokens)
-        return entry.users if entry else 0
-
     def acquire(self, tokens: bytes, compute: Callable[[], LayerKV]) -> LayerKV:
         """The text K/V of a prompt for one more user; `compute` runs where no other user has it.
 

@@ -155,17 +155,15 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
     if any(name in on_command_line for name in _KEY_SETTINGS):  # two ways to say one thing
         in_environment = {name: value for name, value in in_environment.items() if name not in _KEY_SETTINGS}
     given: dict[str, Any] = in_environment | on_command_line
+    names = {name: variables[name] for name in in_environment.keys() - on_command_line.keys()}
     for name, value in given.items():
-        if (
-            isinstance(value, str) and not value.strip()
-        ):  # which would be this directory as a path, every network as a host, an open door as a key
-            called = variables[name] if name not in on_command_line else name.replace("_", "-")
-            raise SettingsError(f"{called}: expected a value, found nothing")
+        # Nothing would be this directory as a path, every network as a host, an open door as a key.
+        if isinstance(value, str) and not value.strip():
+            raise SettingsError(f"{names.get(name, name.replace('_', '-'))}: expected a value, found nothing")
     try:
         engine = EngineSettings(**{name: given[name] for name in fields["engine"] if name in given})
         return ServerSettings(**{name: given[name] for name in fields["server"] if name in given}, engine=engine)
     except ValidationError as error:
-        names = {name: variables[name] for name in in_environment.keys() - on_command_line.keys()}
         raise SettingsError(explain(error, names)) from None
 
 

@@ -128,7 +128,7 @@ class Reader:
 
     def _message(self, count: int, wanted: Mapping[bytes, str]) -> dict[str, object]:
         """Of the message's own map the values that are wanted. What the others are is nobody's concern."""
-        self._enter(count, 2 * count)
+        self._enter(2 * count)
         fields: dict[str, object] = {}
         for _ in range(count):
             key = wanted.get(self._binary_key())
@@ -140,7 +140,7 @@ class Reader:
         return self._ordinary(fields)
 
     def _map(self, count: int) -> object:
-        self._enter(count, 2 * count)
+        self._enter(2 * count)
         keys = bytes if self._frame[self._at : self._at + 1] in _BINARY_CODES else str
         fields: dict[str, object] = {}
         for _ in range(count):
@@ -168,7 +168,7 @@ class Reader:
         return fields
 
     def _list(self, count: int) -> list[object]:
-        self._enter(count, count)
+        self._enter(count)
         items: list[object] = []
         for i in range(count):
             try:
@@ -179,7 +179,7 @@ class Reader:
         self._depth -= 1
         return items
 
-    def _enter(self, count: int, items: int) -> None:
+    def _enter(self, items: int) -> None:
         """One container deeper; refused before anything is built for it."""
         self._depth += 1
         self._items_left -= items

@@ -45,7 +45,7 @@ def read_training(directory: Path) -> TrainingConfig:
         conf = load_yaml(path)
     except FileNotFoundError:
         return TrainingConfig()
-    except (OSError, YamlError) as error:
+    except YamlError as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(conf, dict):
         raise CheckpointError(f"{path} must hold a map, found {type(conf).__name__}")
